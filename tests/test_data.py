@@ -49,7 +49,7 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(samples):
 def test_sampler_requires_a_world_or_explicit_ranks():
     with pytest.raises(allranks.NotInitializedError, match="init_process_group"):
         DistributedSampler(range(4))
-    with pytest.raises(ValueError, match="rank 2 is not in"):
+    with pytest.raises(ValueError, match="rank=2: expected 0 to num_replicas - 1 = 1"):
         DistributedSampler(range(4), num_replicas=2, rank=2)
 
 

@@ -250,11 +250,11 @@ def _load(name: str) -> Any:
     if name in _TORCHS:
         return getattr(importlib.import_module(_TORCHS[name]), name)
     if name in _OTHERWISE:
-        raise AttributeError(f"allranks.{name}: the name is allranks.{_OTHERWISE[name]}")
+        raise AttributeError(f"module 'allranks' has no attribute {name!r}: use allranks.{_OTHERWISE[name]}")
     if name in _ONLY_TORCHS:
         raise AttributeError(
-            f"allranks.{name}: torch.distributed has it, this version of allranks does not; "
-            "docs/differences.md says why"
+            f"module 'allranks' has no attribute {name!r}: torch.distributed has this name, but this version of"
+            " allranks does not.\n  Read docs/differences.md for the reason."
         )
     raise AttributeError(f"module 'allranks' has no attribute {name!r}")
 

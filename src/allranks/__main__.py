@@ -56,7 +56,7 @@ def _run(name: str, words: Sequence[str]) -> int | Program:
                 raise
             print(
                 f"allranks {name}: error: torch is required, but {sys.executable} cannot import it.\n"
-                "  Install torch for this Python, or use a Python that has it.",
+                f"  Install it: {sys.executable} -m pip install torch",
                 file=sys.stderr,
             )
             return USAGE

@@ -106,7 +106,7 @@ def test_disagreement_about_members_is_an_error_on_every_rank() -> None:
         with pytest.raises(dist.MismatchError, match="rank 2 requested other members or another engine than rank 0"):
             dist.new_group([0, 1] if dist.get_rank() < 2 else [0, 2])
         dist.barrier()
-        for ranks, words in (([0, 3], "3 is not a rank"), ([0, 0], "twice"), ([], "at least one")):
+        for ranks, words in (([0, 3], "3 is not a rank"), ([0, 0], "listed more than once"), ([], "at least one")):
             with pytest.raises(dist.UsageError, match=words):
                 dist.new_group(ranks)
         dist.barrier()
@@ -207,6 +207,17 @@ def test_world_group_has_several_spellings() -> None:
     run_ranks(2, body)
 
 
+def test_variables_that_are_not_numbers_are_named() -> None:
+    def body() -> None:
+        os.environ["LOCAL_RANK"] = os.environ["LOCAL_WORLD_SIZE"] = "two"
+        with pytest.raises(dist.ConfigError, match="LOCAL_RANK='two' is not a number"):
+            dist.get_node_local_rank()
+        with pytest.raises(dist.ConfigError, match="LOCAL_WORLD_SIZE='two' is not a number"):
+            dist.new_subgroups()
+
+    run_ranks(1, body)
+
+
 @pytest.mark.parametrize("barrier", [dist.monitored_barrier, dist.barrier])
 @pytest.mark.parametrize("timeout", [timedelta(seconds=0.3), 0.3])
 def test_a_missing_rank_is_named_by_a_barrier_with_a_timeout(barrier: Any, timeout: timedelta | float) -> None:
@@ -290,9 +301,9 @@ def test_pickling_or_copying_groups_and_works_is_refused() -> None:
         group = dist.new_group([0, 1])
         work = dist.all_reduce(torch.ones(1), async_op=True)
         for each in (pickle.dumps, copy.copy, copy.deepcopy):
-            with pytest.raises(TypeError, match=r"pass its ranks, \[0, 1\], and call new_group there"):
+            with pytest.raises(TypeError, match=r"Pass its ranks, \[0, 1\], and call new_group"):
                 each({"group": group}) if each is pickle.dumps else each(group)
-            with pytest.raises(TypeError, match="wait for it, and pass its result"):
+            with pytest.raises(TypeError, match="Wait for it, and pass its result"):
                 each(work)
         work.wait()
 

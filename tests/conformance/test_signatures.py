@@ -188,7 +188,7 @@ def test_tables_contain_only_names_of_torch() -> None:
 
 def test_access_to_a_missing_name_raises_an_error_that_refers_to_torch() -> None:
     assert set(allranks._ONLY_TORCHS) == set(MISSING)
-    with pytest.raises(AttributeError, match=r"torch\.distributed has it"):
+    with pytest.raises(AttributeError, match=r"torch\.distributed has this name"):
         _ = allranks.record_comm
     for name in ("DataParallel", "data_parallel", "gather", "parallel_apply", "replicate", "scatter"):
         same_arguments(name, getattr(torch.nn.parallel, name), getattr(allranks.nn.parallel, name))

@@ -150,5 +150,5 @@ def test_what_is_refused(command, tmp_path, name, says):
     done = command("trace", "flight", name, "-o", "dumps")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"allranks trace flight: error: {says}")
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.count("\n") <= 2  # what failed, and the action
     assert not (tmp_path / "dumps").exists()

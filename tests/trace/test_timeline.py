@@ -286,7 +286,7 @@ def test_what_is_refused(command, tmp_path, words, says):
     done = command("trace", *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"allranks trace {words[0]}: error: {says}")
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.count("\n") <= 2  # what failed, and the action
 
 
 def test_damaged_trace_is_drawn_or_refused(tmp_path):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 from torch import Tensor
 
 from allranks._api.world import GroupMember, resolve_group
-from allranks._base.errors import UsageError
+from allranks._base.errors import UsageError, rank_list
 from allranks._base.integers import integer_of
 from allranks._base.public import publish
 from allranks._base.timeouts import seconds_of
@@ -1127,10 +1127,17 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
         >>> gets
         tensor([10.])
     """
-    if not isinstance(p2p_op_list, list) or not all(isinstance(op, P2POp) for op in p2p_op_list):
-        raise UsageError("batch_isend_irecv: expected a list of P2POp")
+    if not isinstance(p2p_op_list, list):
+        raise UsageError(f"batch_isend_irecv: expected a list of P2POp, not {type(p2p_op_list).__name__}")
+    for place, op in enumerate(p2p_op_list):
+        if not isinstance(op, P2POp):
+            raise UsageError(f"batch_isend_irecv: expected a list of P2POp, but element {place} is {type(op).__name__}")
     if len({id(op.group) for op in p2p_op_list}) > 1:
-        raise UsageError("batch_isend_irecv: all messages must use one group")
+        names = ", ".join(f"'{name}'" for name in dict.fromkeys(op.group.name for op in p2p_op_list))
+        raise UsageError(
+            f"batch_isend_irecv: all messages must use one group, but they use {names}.\n"
+            "  Make one call for each group."
+        )
     return [
         op.group.isend(op.tensor, op.group_peer, op.tag)
         if op.op is isend
@@ -1235,7 +1242,8 @@ def all_gather_coalesced(
     for rank, outputs in enumerate(output_tensor_lists):
         if len(outputs) != len(inputs):
             raise UsageError(
-                f"all_gather_coalesced: expected {len(inputs)} tensors from rank {rank}, not {len(outputs)}"
+                f"all_gather_coalesced: expected {len(inputs)} tensors in output_tensor_lists[{rank}], as in"
+                f" input_tensor_list, not {len(outputs)}"
             )
     check_apart("all_gather_coalesced", [output for outputs in output_tensor_lists for output in outputs])
     works = [resolved.all_gather([row[i] for row in output_tensor_lists], t, True) for i, t in enumerate(inputs)]
@@ -1254,7 +1262,10 @@ def outside(group: ProcessGroup | int | None, verb: str) -> bool:
     """Return whether this rank is not a member of the group. If so, warn, like torch."""
     if type(group) is not type(GroupMember.NON_GROUP_MEMBER) or group != GroupMember.NON_GROUP_MEMBER:
         return False
-    callsite.warn(f"{verb}: this rank is not in the given process group; the call has no effect")
+    callsite.warn(
+        f"{verb}: this rank is not in the given process group; the call has no effect.\n"
+        "  Call it only on members of the group."
+    )
     return True
 
 
@@ -1282,7 +1293,10 @@ def root_of(
         if number is None:
             raise TypeError(f"{what} must be a rank, not {type(world_rank).__name__}")
         if number not in group.ranks:
-            raise UsageError(f"{what}={number}, a rank of the world, is not in group '{group.name}'")
+            raise UsageError(
+                f"{what}={number}, a rank of the world, is not in group '{group.name}':"
+                f" expected one of {rank_list(group.ranks)}"
+            )
         return group.ranks.index(number)
     return world_rank
 

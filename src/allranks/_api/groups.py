@@ -21,6 +21,7 @@ from allranks._base.public import publish
 from allranks._base.timeouts import seconds_of
 from allranks._call.purpose import part_of
 from allranks._cluster.detection import detect
+from allranks._cluster.env import read_int
 from allranks._elastic.early_groups import early_groups_of
 from allranks._elastic.history import GroupHistory
 from allranks._elastic.replay import ReplayEngine
@@ -104,7 +105,9 @@ def new_group(
         members = sorted(members)
     engine = _engines.check_backend(backend or world.backend)
     if pg_options is not None:
-        raise UsageError(f"new_group: the {engine} engine does not support pg_options {pg_options!r}")
+        raise UsageError(
+            f"new_group: the {engine} engine does not support pg_options {pg_options!r}.\n  Omit pg_options."
+        )
     outsider: ProcessGroup = GroupMember.NON_GROUP_MEMBER
     if use_local_synchronization and world.rank() not in members:
         return outsider
@@ -145,13 +148,13 @@ def split_group(
     """
     parent = resolve_group(parent_pg)
     if not split_ranks:
-        raise UsageError("split_group: split_ranks must name at least one part")
+        raise UsageError(f"split_group: split_ranks must name at least one part, not {split_ranks!r}")
     if pg_options is not None:
-        raise UsageError(f"split_group: pg_options {pg_options!r} is not supported")
+        raise UsageError(f"split_group: pg_options {pg_options!r} is not supported.\n  Omit pg_options.")
     parts = [sorted(_checked(part, parent.size(), "split_ranks")) for part in split_ranks]
     together = [rank for part in parts for rank in part]
-    if len(set(together)) < len(together):
-        raise UsageError("split_group: a rank is in more than one part")
+    if twice := _repeated(together):
+        raise UsageError(f"split_group: {twice} in more than one part.\n  Assign each rank to one part.")
     world_parts = [[parent.ranks[rank] for rank in part] for part in parts]
     engine = _engines.check_backend(backend or parent.backend)
     with part_of("split_group"):
@@ -182,6 +185,7 @@ def new_subgroups(
 
     Raises:
         UsageError: The size does not divide the number of ranks.
+        ConfigError: LOCAL_WORLD_SIZE is not a whole number.
 
     Example:
         >>> mine, all_of_them = dist.new_subgroups(group_size=1)  # on each of 2 ranks; rank 0 shows:
@@ -189,11 +193,15 @@ def new_subgroups(
         (1, 2)
     """
     cut = resolve_group(group)
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", cut.size())) if group_size is None else group_size
+    size = group_size if group_size is not None else read_int(os.environ, "LOCAL_WORLD_SIZE", 1) or cut.size()
     if not 0 < size <= cut.size() or cut.size() % size:
-        raise UsageError(f"new_subgroups: group_size {size} does not divide the {cut.size()} ranks.\n  Pass a divisor")
+        source = " (LOCAL_WORLD_SIZE)" if group_size is None else ""
+        raise UsageError(
+            f"new_subgroups: group_size {size}{source} does not divide the {cut.size()} ranks of group '{cut.name}'.\n"
+            f"  Pass a divisor of {cut.size()} as group_size."
+        )
     if pg_options is not None:
-        raise UsageError(f"new_subgroups: pg_options {pg_options!r} is not supported")
+        raise UsageError(f"new_subgroups: pg_options {pg_options!r} is not supported.\n  Omit pg_options.")
     engine = _engines.check_backend(backend or cut.backend)
     parts = [list(cut.ranks[i : i + size]) for i in range(0, cut.size(), size)]
     with part_of("new_group"):
@@ -231,10 +239,13 @@ def new_subgroups_by_enumeration(
         True
     """
     if not ranks_per_subgroup_list:
-        raise UsageError("new_subgroups_by_enumeration: the list of groups is empty")
+        raise UsageError("new_subgroups_by_enumeration: ranks_per_subgroup_list must name at least one group")
     together = [rank for ranks in ranks_per_subgroup_list for rank in ranks]
-    if len(set(together)) < len(together):
-        raise UsageError("new_subgroups_by_enumeration: a rank is in more than one group")
+    if twice := _repeated(together):
+        raise UsageError(
+            f"new_subgroups_by_enumeration: {twice} in more than one group.\n"
+            "  Assign each rank to one group, or create overlapping groups with new_group."
+        )
     groups = [
         new_group(ranks, timeout=timeout, backend=backend, pg_options=pg_options, group_desc=group_desc)
         for ranks in ranks_per_subgroup_list
@@ -244,7 +255,7 @@ def new_subgroups_by_enumeration(
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """Return the rank in ``group`` of a rank of the world.
+    """Translate a rank of the world (global rank) into a rank of ``group``.
 
     Args:
         group: The group.
@@ -255,14 +266,19 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     """
     resolved, number = resolve_group(group), integer_of(global_rank)
     if number is None:
-        raise TypeError(f"expected a rank of the world, not {type(global_rank).__name__}")
+        raise TypeError(
+            f"get_group_rank: global_rank must be a rank of the world (an integer), not {type(global_rank).__name__}"
+        )
     if number not in resolved.ranks:
-        raise UsageError(f"rank {number} of the world is not in group '{resolved.name}'")
+        raise UsageError(
+            f"get_group_rank: rank {number} of the world is not in group '{resolved.name}':"
+            f" expected one of {rank_list(resolved.ranks)}"
+        )
     return resolved.ranks.index(number)
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """Return the rank in the world of a rank of ``group``.
+    """Translate a rank of ``group`` into a rank of the world (global rank).
 
     Args:
         group: The group.
@@ -273,9 +289,14 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
     """
     resolved, number = resolve_group(group), integer_of(group_rank)
     if number is None:
-        raise TypeError(f"expected a rank of group '{resolved.name}', not {type(group_rank).__name__}")
+        raise TypeError(
+            f"get_global_rank: group_rank must be a rank of group '{resolved.name}' (an integer), not"
+            f" {type(group_rank).__name__}"
+        )
     if not 0 <= number < resolved.size():
-        raise UsageError(f"group '{resolved.name}' has no rank {number}: expected 0 to {resolved.size() - 1}")
+        raise UsageError(
+            f"get_global_rank: group '{resolved.name}' has no rank {number}: expected 0 to {resolved.size() - 1}"
+        )
     return resolved.ranks[number]
 
 
@@ -299,15 +320,18 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
         fallback_rank: Result if no launcher has set it.
 
     Raises:
-        ConfigError: It is not set, and no fallback is given.
+        ConfigError: It is not set and no fallback is passed, or LOCAL_RANK is not a whole number.
     """
-    if "LOCAL_RANK" in os.environ:
-        return int(os.environ["LOCAL_RANK"])
+    if (local_rank := read_int(os.environ, "LOCAL_RANK", 0)) is not None:
+        return local_rank
     local_rank = detect(os.environ, launcher=False).local_rank
     if local_rank is not None:
         return local_rank
     if fallback_rank is None:
-        raise ConfigError("LOCAL_RANK is not set: start with `allranks run`, or pass fallback_rank")
+        raise ConfigError(
+            "get_node_local_rank: LOCAL_RANK is not set, because no launcher has started this process.\n"
+            "  Start the program with `allranks run`, or pass fallback_rank."
+        )
     return int(fallback_rank)
 
 
@@ -322,9 +346,17 @@ def _checked(ranks: Sequence[int], size: int, what: str) -> list[int]:
         members.append(number)
     if not members:
         raise UsageError(f"{what}: a group needs at least one member")
-    if len(set(members)) < len(members):
-        raise UsageError(f"{what}: a rank is listed twice in {members}")
+    if twice := _repeated(members):
+        raise UsageError(f"{what}: {twice} listed more than once.\n  List each member once.")
     return members
+
+
+def _repeated(ranks: Sequence[int]) -> str:
+    """Return the ranks that occur more than once, with a verb for the text of an error. "" if there are none."""
+    twice = [str(rank) for rank, times in Counter(ranks).items() if times > 1]
+    if not twice:
+        return ""
+    return f"rank {twice[0]} is" if len(twice) == 1 else f"ranks {', '.join(twice)} are"
 
 
 def _make(
@@ -353,7 +385,8 @@ def _make(
             if different:
                 raise MismatchError(
                     f"new group on '{parent.name}': {rank_list(different)} requested other members or another engine "
-                    f"than rank 0 (this is rank {parent.rank()}, which requested {parts})"
+                    f"than rank 0 (this is rank {parent.rank()}, which requested {parts}).\n"
+                    "  Pass the same ranks and backend on every rank, and create groups in the same order."
                 )
         wanted = mine or []
         return [rows[wanted.index(r) if local else parent.ranks.index(r)][:RECORD_BYTES] for r in wanted]
@@ -385,7 +418,10 @@ def _make(
 
 
 def early_groups(parent: ProcessGroup) -> EarlyGroups | None:
-    """Return the registry of groups created before the training loop, or None if no such loop will start."""
+    """Return the registry for a new group of ``parent`` that is created before the training loop.
+
+    None if the loop has begun, or if the job has none.
+    """
     return early_groups_of(resolve_group(None)) if isinstance(parent.engine, ReplayEngine) else None
 
 
@@ -428,14 +464,17 @@ def shrink_group(
     """
     old = resolve_group(group)
     if pg_options is not None:
-        raise UsageError(f"shrink_group: pg_options {pg_options!r} is not supported")
+        raise UsageError(f"shrink_group: pg_options {pg_options!r} is not supported.\n  Omit pg_options.")
     if shrink_flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
         raise UsageError(f"shrink_group: shrink_flags must be SHRINK_DEFAULT or SHRINK_ABORT, not {shrink_flags!r}")
     excluded = list(ranks_to_exclude)
-    if len(set(excluded)) < len(excluded):
-        raise UsageError(f"shrink_group: a rank is listed twice in {excluded}")
+    if twice := _repeated(excluded):
+        raise UsageError(f"shrink_group: {twice} listed more than once in ranks_to_exclude.\n  List each rank once.")
     if old.rank() in excluded:
-        raise UsageError(f"shrink_group: rank {old.rank()} excludes itself; excluded ranks must not call shrink_group")
+        raise UsageError(
+            f"shrink_group: rank {old.rank()} of group '{old.name}' excludes itself.\n"
+            "  Call shrink_group only on the remaining ranks."
+        )
     # Before the shrink: ranks that wait in a call would not take part in it.
     if shrink_flags == SHRINK_ABORT:
         old.abort()

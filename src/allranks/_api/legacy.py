@@ -228,7 +228,10 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
     usual = _engines.engines_of(DEFAULT_BACKEND)
     here = _engines.check_backend(None)
     if kind not in usual and not _engines.moves(here, kind):
-        raise ConfigError(f"no engine of the default backend ({here}) supports tensors on {device}")
+        raise ConfigError(
+            f"get_default_backend_for_device: no engine of the default backend ({here}) supports tensors on {device}.\n"
+            f"  Pass a device of type {' or '.join(usual)}."
+        )
     return usual.get(kind, here)
 
 

@@ -274,7 +274,10 @@ def all_gather_multigpu(
     ours, resolved = _alike(input_tensor_list, "all_gather_multigpu"), resolve_group(group)
     total = resolved.size() * len(ours)
     if len(output_tensor_lists) != len(ours) or any(len(outputs) != total for outputs in output_tensor_lists):
-        raise UsageError(f"all_gather_multigpu: expected {len(ours)} output lists of {total} tensors")
+        raise UsageError(
+            f"all_gather_multigpu: expected {len(ours)} output lists of {total} tensors, not lists of"
+            f" {[len(outputs) for outputs in output_tensor_lists]}"
+        )
     results = [output for outputs in output_tensor_lists for output in outputs]
     check_apart("all_gather_multigpu", results)
     mine = torch.stack([tensor.detach() for tensor in ours])
@@ -348,7 +351,10 @@ def reduce_scatter_multigpu(
     ours, resolved = _alike(output_tensor_list, "reduce_scatter_multigpu"), resolve_group(group)
     total = resolved.size() * len(ours)
     if len(input_tensor_lists) != len(ours) or any(len(inputs) != total for inputs in input_tensor_lists):
-        raise UsageError(f"reduce_scatter_multigpu: expected {len(ours)} input lists of {total} tensors")
+        raise UsageError(
+            f"reduce_scatter_multigpu: expected {len(ours)} input lists of {total} tensors, not lists of"
+            f" {[len(inputs) for inputs in input_tensor_lists]}"
+        )
     check_apart("reduce_scatter_multigpu", ours)
     stacks = [torch.stack([tensor.detach() for tensor in inputs]) for inputs in input_tensor_lists]
     between, combined = _combined(stacks, op, "reduce_scatter_multigpu")
@@ -366,13 +372,18 @@ def reduce_scatter_multigpu(
 def _alike(tensors: Sequence[Tensor], verb: str, index: int = 0) -> list[Tensor]:
     ours = list(tensors)
     if not ours:
-        raise UsageError(f"{verb}: the list is empty")
+        raise UsageError(f"{verb}: expected at least one tensor, but the list is empty")
     if any(tensor.shape != ours[0].shape or tensor.dtype != ours[0].dtype for tensor in ours):
-        raise UsageError(f"{verb}: the tensors of a list must have one shape and dtype")
+        kinds = dict.fromkeys(f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in ours)
+        raise UsageError(f"{verb}: the tensors of a list must have one shape and dtype, not {', '.join(kinds)}")
     if any(not tensor.is_cpu for tensor in ours):
-        raise UsageError(f"{verb}: only CPU tensors are supported; torch has removed this function for GPUs")
+        raise UsageError(
+            f"{verb}: only CPU tensors are supported, but one is on"
+            f" {next(tensor.device for tensor in ours if not tensor.is_cpu)}.\n"
+            f"  Start one rank for each GPU, and call {verb.removesuffix('_multigpu')}."
+        )
     if not 0 <= index < len(ours):
-        raise UsageError(f"{verb}: no tensor {index} in a list of {len(ours)}")
+        raise UsageError(f"{verb}: no tensor {index} in a list of {len(ours)}: expected 0 to {len(ours) - 1}")
     return ours
 
 

@@ -113,7 +113,10 @@ def gather_object(
     root = root_of(resolved, dst, group_dst, "dst", default=0)
     here = resolved.rank() == root
     if here != bool(object_gather_list):
-        raise UsageError(f"object_gather_list must be passed on the dst rank ({root}) and on no other rank")
+        raise UsageError(
+            f"gather_object: object_gather_list must be passed on the dst rank ({root}) and on no other rank (this is"
+            f" rank {resolved.rank()} of group '{resolved.name}')"
+        )
     if here and object_gather_list is not None:
         _check_length(object_gather_list, resolved.size(), "object_gather_list")
     mine = _pack(obj, resolved)
@@ -331,7 +334,10 @@ def _unpack(data: Tensor, group: ProcessGroup, sender: int) -> Any:
             return _decode(packed[1:])
         # The bytes may be anything, so every error of the decoder means invalid data.
         except (msgspec.MsgspecError, ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
-            raise MismatchError(f"the object of rank {sender} is not valid msgpack: {error}") from None
+            raise MismatchError(
+                f"the object of rank {sender} (group '{group.name}') is not valid msgpack: {error}.\n"
+                "  Use the same versions of allranks and torch on all ranks."
+            ) from None
     if not _pickles():
         raise MismatchError(
             f"rank {sender} sent a pickle (group '{group.name}'), but rank {group.rank()} rejects pickles"
@@ -407,7 +413,10 @@ def _all_lengths(group: ProcessGroup, data: Tensor) -> list[int]:
 
 def _fill(objects: list[Any], packed: Tensor, count: int, group: ProcessGroup, sender: int) -> None:
     if len(objects) != count:
-        raise UsageError(f"object_list contains {len(objects)} objects on this rank, but {count} on the sending rank")
+        raise UsageError(
+            f"object_list contains {len(objects)} objects on this rank, but {count} on the sending rank ({sender}).\n"
+            f"  Pass a list of {count} elements."
+        )
     objects[:] = _unpack(packed, group, sender)
 
 
@@ -418,7 +427,8 @@ def _check_list(objects: Any, what: str) -> None:
 
 def _check_length(objects: Any, size: int, what: str) -> None:
     if not isinstance(objects, list) or len(objects) != size:
-        raise UsageError(f"{what} must be a list of {size} objects, one per rank")
+        found = f"one of {len(objects)}" if isinstance(objects, list) else type(objects).__name__
+        raise UsageError(f"{what} must be a list of {size} objects, one per rank, not {found}")
 
 
 publish(globals())

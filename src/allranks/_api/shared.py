@@ -63,7 +63,9 @@ def empty_shared(
     import torch
 
     if group == GroupMember.NON_GROUP_MEMBER:
-        raise NotInitializedError("empty_shared: this rank is not in the group")
+        raise NotInitializedError(
+            "empty_shared: this rank is not in the group.\n  Call it only on members of the group."
+        )
     sizes = [integer_of(size) for size in (shape if isinstance(shape, Sequence) else [shape])]
     known = [size for size in sizes if size is not None and size >= 0]
     if len(known) < len(sizes):

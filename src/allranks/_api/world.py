@@ -100,7 +100,7 @@ def resolve_group(given: ProcessGroup | int | None) -> ProcessGroup:
                 raise NotInitializedError(
                     f"torch.distributed is initialized with its own backend {torchs.get_backend()}, but allranks is not"
                     " initialized.\n  Call allranks.init_process_group(), or use the function of torch.distributed; or"
-                    ' pass the backend "allranks" to torch.distributed.init_process_group()'
+                    ' pass the backend "allranks" to torch.distributed.init_process_group().'
                 )
             raise NotInitializedError(
                 "the default process group has not been initialized: call allranks.init_process_group() first"
@@ -111,7 +111,9 @@ def resolve_group(given: ProcessGroup | int | None) -> ProcessGroup:
     if (ours := behind(given)) is not None:
         return ours
     if type(given) is type(GroupMember.NON_GROUP_MEMBER) and given == GroupMember.NON_GROUP_MEMBER:
-        raise UsageError("Invalid process group specified: this rank is not a member of it")
+        raise UsageError(
+            "Invalid process group specified: this rank is not a member of it.\n  Use it only on members of the group."
+        )
     raise UsageError(f"group must be a ProcessGroup or None, not {type(given).__name__}")
 
 
@@ -198,14 +200,17 @@ def init_process_group(
         raise UsageError(f"timeout must be a timedelta, a number of seconds or None, not {timeout!r}")
     engine_name = _check_backend(backend)
     if pg_options is not None:
-        raise UsageError(f"the {engine_name} engine does not support pg_options {pg_options!r}")
+        raise UsageError(
+            f"init_process_group: the {engine_name} engine does not support pg_options {pg_options!r}.\n"
+            "  Omit pg_options."
+        )
     if device_id is not None:
         _make_current(device_id, engine_name)
     timeout_s = DEFAULT_TIMEOUT_S if timeout is None else seconds_of(timeout)
     if not timeout_s > 0:  # also rejects nan
         raise UsageError(f"timeout must be positive, not {timeout!r}")
     if store is not None and init_method is not None:
-        raise UsageError("pass either store or init_method, not both")
+        raise UsageError("init_process_group: pass either store or init_method, not both")
     if store is None and init_method in (None, "env://") and rank == world_size == -1:
         _refuse_workers()
     if _world is not None:
@@ -239,13 +244,13 @@ def _refuse_workers() -> None:
         raise UsageError(
             "init_process_group: allranks run --mode master starts this program only on rank 0. The other ranks are"
             " workers of init_master_worker and join no process group.\n  Omit --mode master, or call"
-            " init_master_worker() instead of init_process_group()"
+            " init_master_worker() instead of init_process_group()."
         )
     if launched is not None and launched.target == Target("module", SERVE):
         raise UsageError(
             "init_process_group: this process is a worker of a master, and the master joins no process group.\n  To"
             " create a group of workers, pass a rendezvous: init_process_group(init_method='file:///path', rank=...,"
-            " world_size=...)"
+            " world_size=...)."
         )
 
 
@@ -286,7 +291,10 @@ def establish(
                     f"{rank_list([r for r, n in enumerate(names) if n == name])} for '{name}'"
                     for name in dict.fromkeys(names)
                 )
-                raise MismatchError(f"init_process_group: the ranks requested different backends: {wishes}")
+                raise MismatchError(
+                    f"init_process_group: the ranks requested different backends: {wishes}.\n"
+                    "  Pass the same backend (argument or ALLRANKS_BACKEND) on every rank."
+                )
             return [row[: len(record)] for row in rows]
 
         # Before the engine, which compares torch's threads with the CPUs to decide how ranks wait.
@@ -353,7 +361,9 @@ def renew_groups() -> None:
     kept = [other for other in _groups if early is not None and other in early]
     for other in _groups:
         if other not in kept:
-            other._close_because("was closed when a rank was lost: recreate it in a step or before the training loop")
+            other._close_because(
+                "was closed when a rank was lost.\n  Recreate it in a step, or before the training loop."
+            )
     _groups[:] = kept
 
 
@@ -480,7 +490,10 @@ def _make_current(device_id: torch.device | int, engine_name: str) -> None:
     except (RuntimeError, ValueError, TypeError) as error:
         raise UsageError(f"device_id {device_id!r}: {error}") from error
     if not moved:
-        raise UsageError(f"device_id {device_id!r}: the {engine_name} engine does not support {device.type} tensors")
+        raise UsageError(
+            f"device_id {device_id!r}: the {engine_name} engine does not support {device.type} tensors.\n"
+            f"  Omit device_id, or pass a backend for {device.type} tensors."
+        )
 
 
 def _close_all() -> None:

@@ -56,7 +56,7 @@ def load(points: Sequence[EntryPoint], what: str, part: str, kind: type[T], vers
     article = "an" if part[0] in "aeiou" else "a"
     if len(points) > 1:
         several = " and ".join(map(package_of, points))
-        raise ConfigError(f"{what}: {several} provide {article} {part} of this name.\n  Uninstall all except one")
+        raise ConfigError(f"{what}: {several} provide {article} {part} of this name.\n  Uninstall all except one.")
     import allranks
 
     oldest, newest = versions
@@ -67,7 +67,7 @@ def load(points: Sequence[EntryPoint], what: str, part: str, kind: type[T], vers
     except Exception as error:
         raise ConfigError(
             f"{here} cannot be loaded ({point.value}): {described(error)}.\n  Install a release that supports this "
-            f"allranks ({allranks.__version__}, {part} interface {taken}), or uninstall it"
+            f"allranks ({allranks.__version__}, {part} interface {taken}), or uninstall it."
         ) from error
     if not isinstance(found, kind):
         kinds = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
@@ -77,7 +77,7 @@ def load(points: Sequence[EntryPoint], what: str, part: str, kind: type[T], vers
         newer, older = (package, "allranks") if found.interface < oldest else ("allranks", package)
         raise ConfigError(
             f"{here} requires version {found.interface} of the {part} interface, but this allranks "
-            f"({allranks.__version__}) supports {taken}.\n  Install a newer {newer}, or an older {older}"
+            f"({allranks.__version__}) supports {taken}.\n  Install a newer {newer}, or an older {older}."
         )
     if found.name != point.name:
         raise ConfigError(f"{here} names {point.value}, whose name is {found.name!r}. Expected {point.name!r}")

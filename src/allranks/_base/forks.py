@@ -60,7 +60,7 @@ def follow(made: Follower) -> None:
 
 _GROUPS = (
     "Call it in the parent, or create a separate group in the child: call init_process_group there with a separate"
-    " init_method or store"
+    " init_method or store."
 )
 
 

@@ -46,7 +46,7 @@ def refusal(what: str, error: OSError | MemoryError) -> str:
     # `filename` of an OSError can also be a descriptor.
     path = f" ({error.filename})" if isinstance(error.filename, str) and error.filename else ""
     advice = _ADVICE.get(error.errno or 0, "")
-    return f"{what}: {why}{path}" + (f".\n  {advice}" if advice else "")
+    return f"{what}: {why}{path}" + (f".\n  {advice}." if advice else "")
 
 
 @contextlib.contextmanager

@@ -32,7 +32,11 @@ class Daemon(threading.Thread):
         try:
             super().start()
         except RuntimeError as error:  # "can't start new thread", without the error number of pthread_create
-            raise OSError(errno.ENOMEM, f"thread {self.name} cannot be started") from error
+            raise OSError(
+                errno.ENOMEM,
+                f"thread {self.name} cannot be started: no memory is left, or the limit of processes (`ulimit -u`,"
+                " pids.max) is reached",
+            ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -42,7 +42,7 @@ def view_of(tensor: Tensor, writable: bool = False) -> memoryview:
     if tensor.storage_offset() * tensor.itemsize + tensor.nbytes > tensor.untyped_storage().nbytes():
         raise UsageError(
             f"a tensor of shape {tuple(tensor.shape)} has less memory than its shape requires: its storage was freed or"
-            " resized"
+            " resized.\n  Resize the storage to the size of the tensor before the call."
         )
     view: memoryview = _memory_view(tensor.data_ptr(), tensor.nbytes, _WRITE if writable else _READ)
     return view

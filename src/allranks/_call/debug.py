@@ -53,7 +53,8 @@ def set_debug_level(level: DebugLevel) -> None:
     global _level
     name = str(getattr(level, "name", ""))
     if type(level).__name__ != "DebugLevel" or name not in DebugLevel.__members__:
-        raise TypeError(f"level must be one of DebugLevel.{{{', '.join(DebugLevel.__members__)}}}, not {level!r}")
+        *others, last = (f"DebugLevel.{member}" for member in DebugLevel.__members__)
+        raise TypeError(f"set_debug_level: expected {', '.join(others)} or {last}, not {level!r}")
     _level = DebugLevel[name]
 
 

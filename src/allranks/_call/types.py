@@ -80,9 +80,13 @@ def scaled(tensor: Tensor, factor: float | Tensor) -> Tensor:
 
     if not isinstance(factor, (int, float)):
         factor = factor.to(tensor.device)
-    if not torch.can_cast(torch.result_type(tensor, factor), tensor.dtype):
+    wide = torch.result_type(tensor, factor)
+    if not torch.can_cast(wide, tensor.dtype):
         number = factor if isinstance(factor, (int, float)) else factor.item()
-        raise UsageError(f"premul_sum: a factor of {number} on {tensor.dtype} tensors, which cannot hold the product")
+        raise UsageError(
+            f"premul_sum: a factor of {number} on {tensor.dtype} tensors, which cannot hold the product.\n"
+            f"  Convert the tensors to {wide}{', or pass an integer factor' if is_integer(tensor.dtype) else ''}."
+        )
     return (tensor * factor).to(tensor.dtype)
 
 

@@ -34,7 +34,7 @@ class Work(abc.ABC):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a work belongs to its process and cannot be pickled or copied: wait for it, and pass its result"
+            "a work belongs to its process and cannot be pickled or copied.\n  Wait for it, and pass its result."
         )
 
     @abc.abstractmethod
@@ -169,7 +169,7 @@ class Together(Work):
         return next((error for error in (work.exception() for work in self._works) if error is not None), None)
 
     def source_rank(self) -> int:
-        raise UsageError("source_rank: this work does not belong to a message")
+        raise UsageError("source_rank: this work does not belong to a message.\n  Call it on the work of irecv().")
 
     def _results(self) -> list[torch.Tensor]:
         return [tensor for work in self._works for tensor in work._results()]
@@ -195,7 +195,7 @@ class Complete(Work):
         return None
 
     def source_rank(self) -> int:
-        raise UsageError("source_rank: this work does not belong to a message")
+        raise UsageError("source_rank: this work does not belong to a message.\n  Call it on the work of irecv().")
 
 
 publish(globals())

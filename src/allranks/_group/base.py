@@ -70,7 +70,7 @@ class BaseGroup:
         self.entered: Decision | None = None
         self.is_world = self.recreated_on_close = self.reconfigured = False
         self.renewed: Callable[[], None] | None = None
-        self._closed_why = "was destroyed by destroy_process_group"
+        self._closed_why = "was destroyed by destroy_process_group.\n  Make the call earlier, or create a new group."
         self._forks = forks()
         self._record(engine, rank)
         # Last: a forked child calls `abandon`, which needs all attributes.
@@ -82,8 +82,8 @@ class BaseGroup:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"process group '{self.name}' belongs to its process and cannot be pickled or copied: pass its ranks,"
-            f" {list(self.ranks)}, and call new_group there"
+            f"process group '{self.name}' belongs to its process and cannot be pickled or copied.\n"
+            f"  Pass its ranks, {list(self.ranks)}, and call new_group in the other process."
         )
 
     def _record(self, engine: Engine, rank: int) -> None:

@@ -339,12 +339,15 @@ class Communicator(BaseGroup):
     def _other(self, rank: int, what: str) -> int:
         number = self._member(rank, what)
         if number == self._rank:
-            raise UsageError(f"{what}={number} is this rank itself (group '{self.name}')")
+            raise UsageError(f"{what}={number} is this rank itself: expected another rank of group '{self.name}'")
         return number
 
     def _source(self, src: int | None) -> int:
         if self._size == 1:
-            raise UsageError(f"recv: no other rank can send, because group '{self.name}' has a single rank")
+            raise UsageError(
+                f"recv: no other rank can send, because group '{self.name}' has a single rank.\n"
+                "  Start more ranks (`allranks run -n 2`), or pass a larger group."
+            )
         return -1 if src is None else self._other(src, "src")
 
     def _only_on(self, tensors: Sequence[Tensor] | None, root: int, name: str, role: str) -> None:
@@ -367,12 +370,13 @@ class Communicator(BaseGroup):
     def _split(self, tensor: Tensor, sizes: Sequence[int] | None, what: str) -> list[Tensor]:
         """Return one slice of ``tensor`` per rank, along its first dimension."""
         if tensor.dim() == 0:
-            raise UsageError(f"all_to_all_single: the {what} has no dimension to split")
+            raise UsageError(f"all_to_all_single: the {what} must have at least one dimension, not shape ()")
         rows = tensor.shape[0]
         if not sizes:
             if rows % self._size:
                 raise UsageError(
-                    f"all_to_all_single: the {rows} rows of the {what} cannot be split into {self._size} equal parts"
+                    f"all_to_all_single: the {rows} rows of the {what} cannot be split into {self._size} equal parts.\n"
+                    f"  Pass {what}_split_sizes."
                 )
             sizes = [rows // self._size] * self._size
         numbers = [number for size in sizes if (number := integer_of(size)) is not None]

@@ -71,7 +71,10 @@ class Plan(Planned):
         return f"<Plan: {self.verb} on group {self.group.name!r}>"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"a plan belongs to its group, {self.group.name!r}, and cannot be pickled or copied")
+        raise TypeError(
+            f"a plan belongs to its group, {self.group.name!r}, and cannot be pickled or copied.\n"
+            "  Create a new plan with ProcessGroup.plan()."
+        )
 
     def _prepare(self) -> Callable[[], bool] | None:
         now = self.group._prepare(self.verb, self._given)

@@ -199,15 +199,24 @@ def reconfigure(
     """See ``ProcessGroup.reconfigure``."""
     backend = group.backend
     if _engines.meets_by(backend) is not None:
-        raise UsageError(f"reconfigure: a group on {backend} cannot be reconfigured: the engine has its own rendezvous")
+        raise UsageError(
+            f"reconfigure: group '{group.name}' on {backend} cannot be reconfigured: the engine has its own"
+            " rendezvous.\n  Create the group with backend='native'."
+        )
     texts = _in_order(handles, place.handle)
     if isinstance(uuid, bool) or not isinstance(uuid, int):
         raise UsageError(f"reconfigure: uuid must be a whole number, not {uuid!r}")
     if not place.lock.acquire(blocking=False):
-        raise UsageError(f"reconfigure: another thread is already reconfiguring process group '{group.name}'")
+        raise UsageError(
+            f"reconfigure: another thread is already reconfiguring process group '{group.name}'.\n"
+            "  Call it from one thread at a time."
+        )
     try:
         if uuid in place.used:
-            raise UsageError(f"reconfigure: uuid {uuid} was already used: each reconfiguration needs a new number")
+            raise UsageError(
+                f"reconfigure: uuid {uuid} was already used for process group '{group.name}'.\n"
+                "  Pass a new number, the same one on every member."
+            )
         # The number is used up even if the attempt fails, because its keys remain on the stores.
         place.used.add(uuid)
         rank = texts.index(place.handle)
@@ -297,7 +306,8 @@ class _Attempt:
         if others:
             raise MismatchError(
                 f"reconfigure: {rank_list(others)} {'has' if len(others) == 1 else 'have'} a group with another "
-                f"engine than this process, rank {self._rank}, whose group is on '{backend}'"
+                f"engine than this process, rank {self._rank}, whose group is on '{backend}'.\n"
+                "  Create the groups of all members with the same backend."
             )
         found = [msgspec.structs.replace(m, rank=number) for m, (number, *_) in zip(members, about, strict=True)]
         times = iter(range(_engines.meetings(backend)))
@@ -347,7 +357,8 @@ class _Attempt:
             return drive(exchange(place, self._rank, size, record, self._left()), self._ask_and_look)
         except StoreLostError as error:
             raise JoinError(
-                f"reconfigure: rank 0 ({self._handles[0]}) was lost while the ranks connected: {error}"
+                f"reconfigure: rank 0 ({self._handles[0]}) was lost while the ranks connected: {error}\n"
+                "  Call reconfigure again without its handle, with a new uuid."
             ) from error
 
     # --- Requests of the protocols ---
@@ -436,7 +447,8 @@ class _Attempt:
     def _gone(self, rank: int) -> JoinError:
         error = JoinError(
             f"reconfigure: rank {rank} ({self._handles[rank]}) is gone: its process has exited, or has destroyed the "
-            "group.\n  Omit its handle. A replacement process has a new handle."
+            "group.\n  Call reconfigure again without its handle, with a new uuid. A replacement process has a new"
+            " handle."
         )
         error.ranks = (rank,)
         self._trouble = error
@@ -454,7 +466,8 @@ class _Attempt:
         if not addresses:
             raise UsageError(
                 f"reconfigure: rank {rank} ({handle}) accepts connections only from its own host, because its job was"
-                " started for a single host"
+                " started for a single host.\n  In that process, unset LOCAL_WORLD_SIZE, and any loopback address in"
+                " MASTER_ADDR, before the first reconfigure_handle()."
             )
         secret = b"" if near and not handle.far else load_secret()
         errors: list[AllranksError] = []
@@ -481,11 +494,12 @@ def _in_order(handles: Sequence[str] | AbstractSet[str], own: str) -> list[str]:
     for text in texts:
         _ProcessHandle.parse(text)
     if len(set(texts)) != len(texts):
-        raise UsageError("reconfigure: the handles must be unique, but one occurs twice")
+        twice = next(text for text in texts if texts.count(text) > 1)
+        raise UsageError(f"reconfigure: the handles must be unique, but that of {_ProcessHandle.parse(twice)} is not")
     if own not in texts:
         raise UsageError(
-            f"reconfigure: the handle of this process is not among the {len(texts)} handles. An excluded process must"
-            " not call reconfigure"
+            f"reconfigure: the handle of this process is not among the {len(texts)} handles.\n  Add its"
+            " reconfigure_handle(), or call reconfigure only on the members."
         )
     return texts
 

@@ -45,7 +45,10 @@ def all_reduce(group: Dense, tensor: Tensor, op: ReduceOp | PremulSum, async_op:
         complete when this returns, also with ``async_op``.
     """
     if op is not ReduceOp.SUM:
-        raise UsageError(f"all_reduce of a sparse tensor: expected SUM, not {getattr(op, 'name', op)}")
+        raise UsageError(
+            f"all_reduce on group '{group.name}': {getattr(op, 'name', op)} of sparse tensors is not supported.\n"
+            "  Use op=SUM, or pass tensor.to_dense()."
+        )
     mine = tensor.detach().coalesce()
     # The shape travels along, so that a mismatch is found on all ranks before any tensor is changed.
     shape = torch.tensor([mine.values().shape[0], mine.sparse_dim(), *mine.shape], device="cpu").to(group.device)
@@ -55,6 +58,7 @@ def all_reduce(group: Dense, tensor: Tensor, op: ReduceOp | PremulSum, async_op:
         raise MismatchError(
             f"all_reduce on group '{group.name}': the sparse tensors of {rank_list(different)} differ in shape or "
             f"number of sparse dimensions from rank 0's, shape {tuple(shapes[0][2:].tolist())}. No tensor was changed."
+            "\n  Pass tensors with the same shape and sparse_dim on every rank."
         )
     counts = [int(other[0]) for other in shapes]
     everyones = torch.cat(_gather(group, mine.indices().mT, counts))

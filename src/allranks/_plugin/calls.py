@@ -90,7 +90,7 @@ class Calls:
         _check_distinct("allreduce", tensors)
         op = _op(opts)
         if not isinstance(op, ReduceOp):
-            raise UsageError("allreduce: PREMUL_SUM supports only a list of one tensor")
+            raise UsageError(f"allreduce: PREMUL_SUM supports only a list of one tensor, not of {len(tensors)}")
         first, *others = tensors
         # As in gloo, each tensor of the process is an operand of its own.
         for other in others:
@@ -159,6 +159,7 @@ class Calls:
         if len(outputs) != self.group.size():
             raise UsageError(f"allgather_coalesced: output lists should be equal to world size, not {len(outputs)}")
         for row in outputs:
+            _check_lengths("allgather_coalesced", row, inputs)
             for index, (output, given) in enumerate(zip(row, inputs, strict=True)):
                 if output.dtype != given.dtype:
                     raise UsageError(f"allgather_coalesced: invalid tensor type at index {index}: {output.dtype}")
@@ -171,6 +172,7 @@ class Calls:
 
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Tensor], opts: Any) -> TorchWork:
         gather = self.group.all_gather
+        _check_lengths("all_gather_single_coalesced", outputs, inputs)
         check_apart("all_gather_single_coalesced", list(tensors_in(outputs)))
         pairs = zip(outputs, inputs, strict=True)
         return self._calls_of(opts, [lambda o=o, i=i: gather(o, i, True) for o, i in pairs])  # type: ignore[misc]
@@ -208,6 +210,7 @@ class Calls:
 
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Any], opts: Any) -> TorchWork:
         op, scatter = _op(opts), self.group.reduce_scatter
+        _check_lengths("reduce_scatter_single_coalesced", outputs, inputs)
         check_apart("reduce_scatter_single_coalesced", outputs)
         pairs = zip(outputs, inputs, strict=True)
         return self._calls_of(opts, [lambda o=o, i=i: scatter(o, i, op, True) for o, i in pairs])  # type: ignore[misc]
@@ -391,6 +394,11 @@ def _in_gloos_words(size: int, opts: Any, args: Sequence[Any]) -> str:
 def _check_distinct(verb: str, tensors: Sequence[Tensor]) -> None:
     """Raise if tensors share memory. The same tensor may be listed several times."""
     check_apart(verb, different(tensors))
+
+
+def _check_lengths(verb: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    if len(outputs) != len(inputs):
+        raise UsageError(f"{verb}: expected {len(inputs)} outputs, one for each input, not {len(outputs)}")
 
 
 def _check_alike(verb: str, tensors: Sequence[Tensor]) -> None:

@@ -68,7 +68,7 @@ def create(
         JoinError: Ranks are missing.
     """
     if options is not None:
-        raise UsageError(f"the {name} backend does not support pg_options {options!r}")
+        raise UsageError(f"the {name} backend does not support pg_options {options!r}.\n  Omit pg_options.")
     adapt()
     _leave_aborted()
     if _adopted is not None:
@@ -78,7 +78,9 @@ def create(
     else:
         ours = _the_world(about) if is_default else _alone(about)
     if ours in MADE:
-        raise UsageError(f"torch.distributed already has group '{ours.name}'")
+        raise UsageError(
+            f"torch.distributed already has group '{ours.name}'.\n  Call allranks.torch_group() to get it."
+        )
     return _wrap(ours, name, {} if helper is None else _other_backends(helper, about, name))
 
 
@@ -128,7 +130,7 @@ def _the_world(about: Any) -> ProcessGroup:
         if (world.rank(), world.size()) != (rank, size):
             raise UsageError(
                 f"allranks is initialized with rank {world.rank()} of {world.size()}, torch.distributed with rank "
-                f"{rank} of {size}: they must be the same"
+                f"{rank} of {size}.\n  Pass the same rank and world size to both, or initialize only one of them."
             )
         return world
     timeout_s = about.timeout.total_seconds()
@@ -149,7 +151,7 @@ def _the_elastic_world(membership: MembershipStore, rank: int, size: int, timeou
         made.close()
         raise UsageError(
             f"torch.distributed.init_process_group: this process replaces rank {rank} of {size}, but the ranks"
-            f" were renumbered: it is rank {made.rank()} of {made.size()}.\n  Use allranks.init_process_group()"
+            f" were renumbered: it is rank {made.rank()} of {made.size()}.\n  Use allranks.init_process_group()."
         )
     establish_elastic(membership, made)
     return made

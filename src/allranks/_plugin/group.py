@@ -222,7 +222,9 @@ class TorchGroup(_Base):  # type: ignore[misc]
     def shrink(self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: Any = None) -> TorchGroup:
         """Return the new group to torch.distributed.shrink_group."""
         if opts_override is not None:
-            raise UsageError(f"shrink_group: the {NAME} backend does not support pg_options {opts_override!r}")
+            raise UsageError(
+                f"shrink_group: the {NAME} backend does not support pg_options {opts_override!r}.\n  Omit pg_options."
+            )
         return self._shrink(self, ranks_to_exclude, shrink_flags)
 
     supports_coalescing = True
@@ -241,7 +243,11 @@ class TorchGroup(_Base):  # type: ignore[misc]
         return self._calls.count
 
     def set_timeout(self, timeout: timedelta) -> None:
-        warnings.warn(f"the timeout of a group on {NAME} is set at creation and cannot be changed", stacklevel=3)
+        warnings.warn(
+            f"the timeout of a group on {NAME} is set at creation and cannot be changed.\n"
+            "  Pass timeout= to init_process_group or new_group.",
+            stacklevel=3,
+        )
 
     _set_default_timeout = set_timeout
 
@@ -249,7 +255,7 @@ class TorchGroup(_Base):  # type: ignore[misc]
         """Do nothing: allranks compares its sequence numbers in every call."""
 
     def split_group(self, *_: Any, **__: Any) -> Any:
-        raise UsageError(f"torch cannot create a group on {NAME} from other groups. Use new_group")
+        raise UsageError(f"torch cannot create a group on {NAME} from other groups.\n  Call new_group.")
 
     merge_remote_group = split_group
 

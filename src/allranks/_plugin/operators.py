@@ -159,7 +159,7 @@ def _backend_class() -> type:
 
         @property
         def options(self) -> Any:
-            raise UsageError(f"torch cannot create a group on {self._name} from other groups. Use new_group")
+            raise UsageError(f"torch cannot create a group on {self._name} from other groups.\n  Call new_group.")
 
     def method(name: str) -> Callable[..., TorchWork]:
         return lambda self, *args: _carry_out(self._calls, self._backend, name, *args)

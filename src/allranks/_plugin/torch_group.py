@@ -55,7 +55,8 @@ def torch_group(group: ProcessGroup | int | None = None) -> Any:
         if (_c10d.get_rank(), _c10d.get_world_size()) != (world.rank(), world.size()):
             raise UsageError(
                 f"torch.distributed is initialized with rank {_c10d.get_rank()} of {_c10d.get_world_size()}, allranks "
-                f"with rank {world.rank()} of {world.size()}: they must be the same"
+                f"with rank {world.rank()} of {world.size()}.\n  Pass the same rank and world size to both, or"
+                " initialize only one of them."
             )
     else:
         register()

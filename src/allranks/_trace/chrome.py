@@ -193,6 +193,9 @@ def _slice(name: str, category: str, begin: int, end: int, where: dict[str, int]
     return {"ph": "X", "name": name, "cat": category, "ts": begin / 1e3, "dur": (end - begin) / 1e3} | where
 
 
+_EXPORTED = "Pass a file that export_chrome_trace() of the profiler has written."
+
+
 def read_profile(file: Path, timeline: Timeline) -> tuple[RecordedProcess, dict[str, Any]]:
     """Return a trace of torch.profiler, and the process of the timeline that has its pid.
 
@@ -205,23 +208,29 @@ def read_profile(file: Path, timeline: Timeline) -> tuple[RecordedProcess, dict[
     except OSError as error:
         raise TraceError(f"cannot read {file}: {error.strerror or error}") from None
     except (EOFError, ValueError):
-        raise TraceError(f"{file} is not a trace of torch.profiler: it is not JSON, or it is truncated") from None
+        raise TraceError(
+            f"{file} is not a trace of torch.profiler: it is not JSON, or it is truncated.\n  {_EXPORTED}"
+        ) from None
     found = profile.get("traceEvents") if isinstance(profile, dict) else None
     if not isinstance(found, list) or not isinstance(profile.get("baseTimeNanoseconds", 0), int):
-        raise TraceError(f"{file} is not a trace of torch.profiler: it has no list of events")
+        raise TraceError(f"{file} is not a trace of torch.profiler: it has no list of events.\n  {_EXPORTED}")
     if not all(isinstance(event, dict) for event in found):
-        raise TraceError(f"{file} is not a trace of torch.profiler: an event is not an object")
+        raise TraceError(f"{file} is not a trace of torch.profiler: an event is not an object.\n  {_EXPORTED}")
     pids = Counter(event.get("pid") for event in found if event.get("ph") == "X" and isinstance(event.get("pid"), int))
     rank = (profile.get("distributedInfo") or {}).get("rank")
     for pid, _ in pids.most_common():
         mine = [process for process in timeline.processes if process.pid == pid]
         mine = [process for process in mine if rank is None or process.rank == rank] or mine
         if len(mine) > 1:
-            raise TraceError(f"{file} is ambiguous: ranks on different hosts have the same pid {pid}")
+            raise TraceError(
+                f"{file} is ambiguous: ranks on different hosts have the same pid {pid}.\n  Record the profile while"
+                " torch.distributed is initialized, so that it contains the rank."
+            )
         if mine:
             return mine[0], profile
     raise TraceError(
-        f"{file} belongs to a process that is not in the timeline (pid {pids.most_common(1)[0][0] if pids else '-'})"
+        f"{file} belongs to a process that is not in the timeline (pid {pids.most_common(1)[0][0] if pids else '-'}).\n"
+        "  Pass the trace file of that process, too."
     )
 
 

@@ -66,7 +66,10 @@ class FileRecording:
             folder.mkdir(parents=True, exist_ok=True)
             fd, self.path = _new_file(folder, owner.rank)
         except OSError as error:
-            raise UsageError(f"cannot record calls in {str(folder)!r}: {error.strerror}") from error
+            raise UsageError(
+                f"cannot record calls in {str(folder)!r}: {error.strerror}.\n"
+                "  Use a folder in which this process can create files."
+            ) from error
         try:
             # ``record_to`` takes ownership of the descriptor, even if it fails.
             os.ftruncate(fd, memory_bytes(records, owner.members))
@@ -92,7 +95,12 @@ class FileRecording:
             reader = open_trace(self.path)
             kept = _kept(reader)
             if kept < reader.count and not reader.last(1):
-                _log.warning("the disk is full: %s has the first %d of %d calls", self.path, kept, reader.count)
+                _log.warning(
+                    "the disk is full: %s has the first %d of %d calls.\n  Use a folder on a disk with more space.",
+                    self.path,
+                    kept,
+                    reader.count,
+                )
 
 
 def _new_file(folder: Path, rank: int) -> tuple[int, Path]:
@@ -132,7 +140,9 @@ def trace_files(paths: Sequence[Path]) -> list[Path]:
         except OSError as error:
             raise TraceError(f"cannot read {path}: {error.strerror}") from None
         if not inside:
-            raise TraceError(f"{path} has no trace files (rank-N{_SUFFIX}); allranks run --trace {path} writes them")
+            raise TraceError(
+                f"{path} has no trace files (rank-N{_SUFFIX}).\n  Record them with `allranks run --trace {path}`."
+            )
         found += sorted(inside, key=_order)
     return list(dict.fromkeys(found))
 

@@ -115,7 +115,10 @@ def ask(job: RunningJob, question: Question, timeout_s: float = 10.0) -> JobAnsw
             connection.sendall(msgspec.json.encode(question) + b"\n")
             data = b"".join(_read(connection, deadline))
         except TimeoutError:
-            raise NoAnswer(f"job {job.pid} does not answer: check whether its launcher is stopped") from None
+            raise NoAnswer(
+                f"job {job.pid} has not answered within {timeout_s:g} s.\n  If its launcher is stopped (T in"
+                f" `ps -o stat {job.pid}`), continue it with `kill -CONT {job.pid}`."
+            ) from None
         except OSError as error:
             raise JobEnded(f"job {job.pid} has ended ({error.strerror})") from None
     try:
@@ -123,7 +126,9 @@ def ask(job: RunningJob, question: Question, timeout_s: float = 10.0) -> JobAnsw
     except msgspec.DecodeError:
         if not data:
             raise JobEnded(f"job {job.pid} has ended") from None
-        raise NoAnswer(f"job {job.pid} runs another version of allranks") from None
+        raise NoAnswer(
+            f"job {job.pid} runs another version of allranks.\n  Use the `allranks` command of the job's environment."
+        ) from None
 
 
 def _read(connection: socket.socket, deadline: float) -> Iterator[bytes]:

@@ -78,7 +78,7 @@ def create_memory(world_size: int) -> int:
     except BaseException as error:
         os.close(fd)
         if isinstance(error, OSError) and error.errno == errno.EFBIG:
-            raise OSError(errno.EFBIG, "the limit on the size of files is too low (ulimit -f)") from None
+            raise OSError(errno.EFBIG, "the limit on the size of files is too low: raise `ulimit -f`") from None
         raise
     return fd
 
@@ -136,7 +136,7 @@ def _record_all(recorder: _core.Recorder, owner: TraceOwner) -> None:
     try:
         _file = FileRecording(recorder, owner, Path(folder))
     except UsageError as error:
-        _log.warning("rank %d: %s (%s)", owner.rank, error, TRACE_FOLDER)
+        _log.warning("rank %d: %s: %s", owner.rank, TRACE_FOLDER, error)
         return
     atexit.register(_file.stop)
 
@@ -156,10 +156,18 @@ def record_in(folder: Path) -> FileRecording:
                 "calls cannot be recorded before the first group exists: call init_process_group() first"
             )
         if _recorder is None or _owner is None:
-            raise UsageError(f"calls are not recorded in this process ({RECORD_SWITCH}=0)")
+            if os.environ.get(RECORD_SWITCH) == "0":
+                raise UsageError(
+                    f"calls are not recorded in this process: {RECORD_SWITCH}=0.\n  Unset {RECORD_SWITCH}."
+                )
+            raise UsageError(
+                "calls are not recorded in this process: the system has refused the memory for the record.\n"
+                "  Fix the cause that the warning of the first group states."
+            )
         if _file is not None and _file.active:
             raise UsageError(
-                f"calls are already recorded in {str(_file.path)!r}; a process records into one file at a time"
+                f"calls are already recorded in {str(_file.path)!r}, and a process records into one file at a time.\n"
+                f"  End that recording first, or unset {TRACE_FOLDER}."
             )
         _file = FileRecording(_recorder, _owner, folder)
         return _file

@@ -249,20 +249,25 @@ class TraceReader:
         self._source = source
         # The rank writes the magic number last, so a header with it is complete.
         if len(self._data) < 320 or bytes(self._data[:8]) != _MAGIC:
-            raise TraceError(f"{source} is not a trace of allranks")
+            raise TraceError(
+                f"{source} is not a trace of allranks.\n  Pass a file that `allranks run --trace` has written."
+            )
         head = _HEADER.unpack_from(self._data)
         _, version, self._pid, self._rank, self._world_size, self._monotonic, self._wall = head[:7]
         if version != VERSION:
-            raise TraceError(f"{source} was written by another version of allranks (layout {version}, not {VERSION})")
+            raise TraceError(
+                f"{source} was written by another version of allranks (layout {version}, not {VERSION}).\n"
+                "  Read it with the version that wrote it."
+            )
         self._tables = [tuple(head[7 + 3 * i : 10 + 3 * i]) for i in range(4)]
         self._host = _text(head[19])
         for size, (offset, entry_bytes, entries) in zip(_SIZES[:3], self._tables[:3], strict=True):
             if entry_bytes != size or offset + size * entries > len(self._data):
-                raise TraceError(f"{source} is damaged or truncated")
+                raise TraceError(f"{source} is damaged or truncated.\n  Copy it again from the host that recorded it.")
         offset, entry_bytes, entries = self._tables[3]
         # The number of entries is a power of two, because `_calls` masks the index of a call with it.
         if entry_bytes != _RECORD.size or entries == 0 or entries & (entries - 1) or offset > len(self._data):
-            raise TraceError(f"{source} is damaged or truncated")
+            raise TraceError(f"{source} is damaged or truncated.\n  Copy it again from the host that recorded it.")
         # A file is only as long as its records, so its table may have fewer entries than the header states.
         self._there = min(entries, (len(self._data) - offset) // _RECORD.size)
         self._sites: dict[int, str] = {}
