@@ -160,7 +160,7 @@ BAD = {
     "submodule of a module": (["-m", "this.nowhere"], "cannot find python module 'this.nowhere'"),
     "odd module": (["-m", ".x"], "cannot find python module '.x'"),
     "package": (["-m", "json"], "'json' is a package without a __main__ module"),
-    "unknown command": (["--", "no-such-command"], "cannot find command 'no-such-command'"),
+    "unknown command": (["--", "no-such-command"], "cannot find command 'no-such-command' in PATH"),
     "script as command": (["--", "./plain.py"], "remove the --"),
     "not executable": (["--", "./tool.sh"], "./tool.sh is not executable.\n  Run chmod +x ./tool.sh"),
     "no path": (
@@ -206,7 +206,7 @@ BAD = {
     "folder to be in": (["--chdir", "nowhere", "plain.py"], "cannot enter 'nowhere'"),
     "environment": (["--env", "venus", "plain.py"], "invalid choice: 'venus'"),
     "not there": (["--env", "slurm", "plain.py"], "--env=slurm, but this process has no variable of that scheduler"),
-    "etcd": (["--rdzv_backend=etcd-v2", "plain.py"], "the rendezvous runs on one of the hosts (--rdzv-backend c10d"),
+    "etcd": (["--rdzv_backend=etcd-v2", "plain.py"], "the rendezvous runs on one of the hosts.\n  Use --rdzv-backend"),
     "rendezvous settings": (
         ["--rdzv-conf", "patience=3", "plain.py"],
         "unknown setting 'patience'; known settings: is_host",
@@ -217,7 +217,7 @@ BAD = {
     "no port": (["-N", "2", "--rdzv-endpoint", "a:0", "plain.py"], "port 0: the other hosts cannot know the port"),
     "alone": (["-N", "2", "--standalone", "plain.py"], "--standalone runs the job on one host"),
     "local address": (["--local-addr", "no.such.host", "plain.py"], "is not an address, and the name does not resolve"),
-    "no python": (["--no-python", "ls"], "use -- command"),
+    "no python": (["--no-python", "ls"], "Use -- command"),
     "zero ranks": (["-n", "0", "plain.py"], "'0' is not a number of ranks"),
     "negative ranks": (["-n", "-1", "plain.py"], "'-1' is not a number of ranks"),
     "x ranks": (["-n", "x", "plain.py"], "'x' is not a number of ranks"),

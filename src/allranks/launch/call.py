@@ -144,7 +144,10 @@ def run(
         code = job.run()
     except ConfigError as error:
         if until is not None and time.monotonic() >= until:
-            raise TimeoutError(f"{options.target.name} did not start on all ranks within {timeout:g} s") from error
+            raise TimeoutError(
+                f"{options.target.name} did not start on all ranks within {timeout:g} s.\n"
+                "  Increase timeout=, which includes the start of the ranks."
+            ) from error
         raise
     finally:
         job.close()
@@ -177,7 +180,11 @@ def _outcome(job: MultiHostJob, code: int, timeout: float | None) -> list[Any]:
     results = []
     for rank in range(job.world_size):
         if rank not in loop.results:
-            raise RankError(f"rank {rank} exited with code 0 before {name} returned", rank)
+            raise RankError(
+                f"rank {rank} exited with code 0 before {name} returned.\n"
+                "  Return from it instead of calling os._exit().",
+                rank,
+            )
         results.append(unpack_result(loop.results.pop(rank), rank))
     return results
 
