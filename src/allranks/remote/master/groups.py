@@ -113,7 +113,10 @@ class Group:
             looks = sorted(
                 {f"{x.dtype} {tuple(x.shape)}, strides {x.stride()}, offset {x.storage_offset()}" for x in handles}
             )
-            raise UsageError(f"join: the tensors differ: {'; '.join(looks)}")
+            raise UsageError(
+                f"join: the tensors differ: {'; '.join(looks)}.\n"
+                "  Convert them to one dtype and one shape, and clone views."
+            )
         made: RemoteTensor = apply_linear(self._join, self._split, *handles)
         if made.grad_fn is not None:
             made.grad_fn.register_prehook(partial(_see_unchanged, handles, [each._version for each in handles]))
@@ -286,7 +289,7 @@ class Group:
         if not -len(shape) <= dim < len(shape) or shape[dim] % count:
             raise UsageError(
                 f"{name}: dimension {dim} of {tuple(shape)} cannot be split into {count} equal parts, "
-                "one for each worker of the group"
+                "one for each worker of the group.\n  Pad the tensor, or select another dimension with dim=."
             )
         return shape[dim] // count
 
@@ -335,14 +338,15 @@ def _no_graph(name: str, op: str) -> UsageError:
     )
 
 
-def _group_of(tensors: torch.Tensor | Iterable[torch.Tensor]) -> tuple[Group, list[torch.Tensor]]:
+def _group_of(name: str, tensors: torch.Tensor | Iterable[torch.Tensor]) -> tuple[Group, list[torch.Tensor]]:
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if not listed:
-        raise UsageError("expected at least one tensor")
+        raise UsageError(f"{name}: expected at least one tensor")
     first = listed[0]
     if not isinstance(first, RemoteTensor):
         raise UsageError(
-            "expected tensors on a group of workers.\n  For the ranks of a job, call all_reduce() or broadcast()."
+            f"{name}: expected tensors on a group of workers.\n"
+            f"  For the ranks of a job, call {name.removesuffix('_')}()."
         )
     return Group(first._place), listed
 
@@ -365,7 +369,7 @@ def all_reduce_(tensors: torch.Tensor | Iterable[torch.Tensor], op: str = "sum")
         The call is queued. The tensors of one dtype are reduced together, like ``all_reduce`` of the native channel.
         Before that, the workers exchange one message of 8 bytes each to check that no worker has a poisoned tensor.
     """
-    group, listed = _group_of(tensors)
+    group, listed = _group_of("all_reduce_", tensors)
     group.all_reduce_(listed, op)
 
 
@@ -386,7 +390,7 @@ def broadcast_(tensors: torch.Tensor | Iterable[torch.Tensor], src: int) -> None
     Cost:
         The call is queued. It costs one ``broadcast`` of the native channel, and the check of `all_reduce_`.
     """
-    group, listed = _group_of(tensors)
+    group, listed = _group_of("broadcast_", tensors)
     group.broadcast_(listed, src)
 
 
