@@ -162,7 +162,9 @@ def _check_script(name: str, as_command: str) -> None:
             )
         return
     if not os.path.exists(name):
-        hint = f".\n  To run a command, put {as_command} before it: {as_command} {name}" if shutil.which(name) else ""
+        hint = (
+            f".\n  To run a command, put {as_command} before it: `{as_command} {name}`." if shutil.which(name) else ""
+        )
         raise ConfigError(f"cannot find script {name!r} in {os.getcwd()}{hint}")
     if not os.path.isfile(name):
         raise ConfigError(
@@ -194,7 +196,7 @@ def _check_script(name: str, as_command: str) -> None:
         line = f" (line {error.lineno}: {error.msg})" if isinstance(error, SyntaxError) and error.lineno else ""
         raise ConfigError(
             f"{name!r} is not a python script{line}.\n  To run a command, put {as_command} before it:"
-            f" {as_command} {command}"
+            f" `{as_command} {command}`."
         ) from None
 
 

@@ -304,7 +304,7 @@ class Connections:
                 raise UsageError(
                     f"{what}: the workers of {place} differ: worker {found[0][0]} has {found[0][1][0]}, worker {rank}"
                     f" has {answer[0]}.\n  Request a value that determines a shape, or that the master reads, from each"
-                    f" worker: x.shard({rank})"
+                    f" worker: x.shard({rank})."
                 )
         return found[0][1]
 

@@ -238,7 +238,7 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
     if found.type != "cuda":
         raise UsageError(
             f"{_worker(device)} computes on a CPU, which has no compute capability.\n"
-            f"  Use get_device_properties().capability, its instruction set: {found.capability!r}"
+            f"  Use get_device_properties().capability, its instruction set: {found.capability!r}."
         )
     major, minor = found.capability
     return major, minor
