@@ -84,8 +84,10 @@ def read_rendezvous(args: argparse.Namespace) -> RendezvousOptions:
         ConfigError: they contradict each other, or are impossible.
     """
     settings = _split(args.rdzv_conf or "")
-    if settings.pop("store_type", "tcp") != "tcp":
-        raise ConfigError("--rdzv-conf store_type: the rendezvous supports TCP only.\n  Use --rdzv-endpoint HOST:PORT.")
+    if (kind := settings.pop("store_type", "tcp")) != "tcp":
+        raise ConfigError(
+            f"--rdzv-conf store_type={kind}: the rendezvous supports TCP only.\n  Use --rdzv-endpoint HOST:PORT."
+        )
     leads = _take(settings, "is_host", "yes or no", lambda text: _WORDS[text.lower()])
     # c10d's name is join_timeout, static's is timeout; join_timeout takes precedence below.
     join = [_take(settings, name, "a number of seconds", _seconds) for name in ("join_timeout", "timeout")]

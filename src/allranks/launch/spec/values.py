@@ -98,7 +98,7 @@ def seconds(text: str) -> float:
 
 def some_seconds(text: str) -> float:
     if not (found := seconds(text)):
-        raise argparse.ArgumentTypeError("expected more than 0")
+        raise argparse.ArgumentTypeError(f"expected more than 0, got {text!r}")
     return found
 
 

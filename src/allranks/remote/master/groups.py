@@ -128,7 +128,7 @@ class Group:
         Tensors without dimensions form a vector, here and in `all_gather`.
         """
         made: torch.Tensor = apply_linear(
-            partial(self._collect, dim), partial(self._deal, dim), _as_row(self._mine(tensor))
+            partial(self._collect, dim), partial(self._deal, dim), _as_row(self._mine("gather", tensor))
         )
         return made
 
@@ -158,7 +158,7 @@ class Group:
 
     def all_gather(self, tensor: torch.Tensor, dim: int = 0) -> RemoteTensor:
         """Concatenate all workers' tensors along a dimension, on each worker."""
-        row = _as_row(self._mine(tensor))
+        row = _as_row(self._mine("all_gather", tensor))
         made: RemoteTensor = apply_linear(
             partial(self._all_gather, dim), partial(self._reduce_scatter, "SUM", dim), row
         )
@@ -167,7 +167,7 @@ class Group:
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", dim: int = 0) -> RemoteTensor:
         """Reduce the workers' tensors, and return each worker its part along a dimension."""
         reduction = _op("reduce_scatter", op)
-        handle = self._mine(tensor)
+        handle = self._mine("reduce_scatter", tensor)
         self._share("reduce_scatter", handle.shape, dim)
         if op not in _LINEAR and ((torch.is_grad_enabled() and handle.requires_grad) or has_tangent(handle)):
             raise _no_graph("reduce_scatter", op)
@@ -252,7 +252,7 @@ class Group:
             back: The transpose of `there`, or None if it has none.
         """
         listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        handles = [self._mine(each) for each in listed]
+        handles = [self._mine(f"{name}_", each) for each in listed]
         if len(self.ranks) == 1:
             return
         seen = [x for x in handles if (torch.is_grad_enabled() and x.grad_fn is not None) or has_tangent(x)]
@@ -293,13 +293,13 @@ class Group:
             )
         return shape[dim] // count
 
-    def _mine(self, tensor: torch.Tensor) -> RemoteTensor:
+    def _mine(self, name: str, tensor: torch.Tensor) -> RemoteTensor:
         if not isinstance(tensor, RemoteTensor) or tensor._place is not self._place:
             if isinstance(tensor, RemoteTensor):
                 # Its worker may be lost, which is then the better error.
                 tensor._place.master.connections.check(tensor._place)
             where = tensor._place if isinstance(tensor, RemoteTensor) else tensor.device
-            raise UsageError(f"expected a tensor on {self._place}, not on {where}")
+            raise UsageError(f"{name}: expected a tensor on {self._place}, not on {where}")
         return tensor
 
 

@@ -109,7 +109,7 @@ def _check(parser: ArgumentParser, options: argparse.Namespace) -> None:
             "  Without mpi, start this command on each host, with RANK, WORLD_SIZE and MASTER_ADDR set."
         )
     if options.nproc < 1:
-        parser.error("-n must be at least 1")
+        parser.error(f"-n must be at least 1, not {options.nproc}")
     if options.nproc < 2 and options.verb in ("send", "overlap", "trace"):
         parser.error(f"{options.verb} requires two ranks.\n  Pass -n 2.")
     if options.verb in ("python", "trace") and (options.against or options.plot):
@@ -122,7 +122,7 @@ def _check(parser: ArgumentParser, options: argparse.Namespace) -> None:
     if options.verb == "overlap" and options.plot:
         parser.error("overlap has no plot.\n  Omit --plot.")
     if options.budget <= 0:
-        parser.error("--budget must be positive")
+        parser.error(f"--budget must be positive, not {options.budget:g}")
     reduces = options.verb in ("overlap", "small") or any(VERBS[verb].reduces for verb in options.verbs)
     if "mpi" in options.against and reduces and (options.dtype in ("float16", "bfloat16") or options.op == "AVG"):
         parser.error(f"MPI has no {options.op} of {options.dtype}.\n  Remove mpi from --against.")
