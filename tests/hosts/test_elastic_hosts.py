@@ -252,7 +252,7 @@ await_key("end")
 def test_number_of_spares_is_checked(job: Jobs) -> None:
     script = job.write("pass")
     for words, text in (
-        (("-H", "node0,node1", "--elastic", "1", "--spares", "2"), "--spares 2: the job has 2 hosts, and at least one"),
+        (("-H", "node0,node1", "--elastic", "1", "--spares", "2"), "--spares 2: no host is left for ranks"),
         (
             ("-n", "2", "--elastic", "1", "--spares", "1"),
             "--spares 1 requires several hosts, but the job has only",

@@ -224,7 +224,7 @@ def test_shell_script_without_no_python_is_rejected_with_advice(torchrun: Launch
     torchrun.write("#!/bin/bash\nexit 3", "run.sh").chmod(0o755)
     done = torchrun.run("run.sh")
     assert (done.code, done.out) == (2, "")
-    assert done.err.endswith("To run a command, put --no-python before it: --no-python ./run.sh\n")
+    assert done.err.endswith("To run a command, put --no-python before it: `--no-python ./run.sh`.\n")
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])

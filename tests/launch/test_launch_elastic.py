@@ -119,8 +119,8 @@ time.sleep(60)
     assert done.code == 137
     assert any(line.startswith("rank 1 (pid N) was killed by SIGKILL (often") for line in lines)
     assert (
-        "rank 0 did not survive the loss of rank 1 (allranks.PeerLostError: rank 1 died); the job stops (to survive"
-        " losses, see docs/resilience.md)" in lines
+        "rank 0 did not survive the loss of rank 1 (allranks.PeerLostError: rank 1 died); the job stops.\n"
+        "  To survive losses, see docs/resilience.md." in "\n".join(lines)
     )
 
 

@@ -202,6 +202,6 @@ def test_one_rank_is_started_for_each_gpu_that_nvidia_smi_lists(launcher: Launch
 
 def test_too_few_gpus_for_one_per_rank_print_one_error(launcher: Launcher) -> None:
     done = launcher.script("", "-n", "2", "--one-gpu-per-rank", environ={"CUDA_VISIBLE_DEVICES": "GPU-a"})
-    assert (done.code, len(done.err.splitlines())) == (2, 1)
+    assert (done.code, len(done.err.splitlines())) == (2, 2)
     assert "2 ranks cannot have a GPU each: this host shows 1 GPU (" in done.err
     assert launcher.wait_gone() == []

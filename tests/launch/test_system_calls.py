@@ -62,7 +62,8 @@ def test_job_runs_without_an_optional_system_call(launcher: Launcher, name: str,
 
 def test_missing_system_call_that_every_job_needs_is_reported(launcher: Launcher) -> None:
     done = run("memfd_create", errno.ENOSYS, "run", "-n", "2", str(launcher.write(SUM)), folder=launcher.folder)
-    said = "allranks run: error: cannot start 2 ranks: memfd_create: Function not implemented\n"
+    said = "allranks run: error: cannot start 2 ranks: memfd_create: Function not implemented.\n"
+    said += "  Check the host with `allranks doctor`.\n"
     assert (done.returncode, done.stderr) == (2, said)
     doctor = run("memfd_create", errno.ENOSYS, "doctor", folder=launcher.folder)
     assert (doctor.returncode, "memfd_create: Function not implemented" in doctor.stdout) == (1, True), doctor

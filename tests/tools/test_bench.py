@@ -229,7 +229,7 @@ def test_wrong_arguments(arguments: list[str], says: str) -> None:
     [
         (["master", "-n", "127"], "at most 126"),
         (["master", "--sizes", "1"], "at least 4 bytes"),
-        (["master", "--plot", "x.png"], "draws nothing"),
+        (["master", "--plot", "x.png"], "master has no plot"),
         (["resilience", "-n", "2"], "at least 3"),
         (["resilience", "--sizes", "4"], "at least 64 bytes"),
         (["checkpoint", "--sizes", "4"], "at least 65536 bytes"),

@@ -119,7 +119,7 @@ def test_each_problem_of_a_host_is_one_line(tmp_path: Path) -> None:
     wrong = {name: line for name, line in found.items() if line["verdict"] == "FAIL"}
     assert sorted(wrong) == ["interfaces", "open files", "secret", "variables"]
     assert "WORLD_SIZE is not set" in wrong["variables"]["measured"]
-    assert wrong["variables"]["advice"].endswith("unset RANK MASTER_ADDR MASTER_PORT")
+    assert wrong["variables"]["advice"].endswith("`unset RANK MASTER_ADDR MASTER_PORT`.")
     assert "GLOO_SOCKET_IFNAME=ib7 matches none of" in wrong["interfaces"]["measured"]
     assert "Too many open files; limit 300" in wrong["open files"]["measured"]
     assert f"chmod 600 {secret}" in wrong["secret"]["advice"]
@@ -153,7 +153,7 @@ def test_variables() -> None:
     assert job.judge_variables(dict.fromkeys(used - set(job._RANKS), "")).verdict == "ok", (
         "a variable is not in env.VARIABLES"
     )
-    assert job.judge_variables({"MASTER_PORT": "29500"}).advice.endswith("unset MASTER_PORT")
+    assert job.judge_variables({"MASTER_PORT": "29500"}).advice.endswith("`unset MASTER_PORT`.")
 
 
 @pytest.mark.parametrize("first", ["init", "allranks run", "mpirun -n 2", "serve --in /of/allranks/tests"])
@@ -445,7 +445,7 @@ def test_matrix_of_pairs_is_formatted() -> None:
         (("-n", "0"), "-n must be at least 1"),
         (("--timeout", "0"), "--timeout must be positive"),
         (("--plot", "/no/such/folder/pairs.png"), "no such directory: /no/such/folder"),
-        (("--plot", "pairs.png"), "--plot draws pairs of ranks, but this is not a job: add -n 4"),
+        (("--plot", "pairs.png"), "--plot draws pairs of ranks, but this is not a job.\n  Add -n 4.\n"),
         (("-n", "2", "--plot", "pairs.txt"), "--plot pairs.txt: unknown picture format 'txt'; expected one of"),
         (("--json", "/"), "/ is a directory"),
         (("--fast",), "unrecognized arguments: --fast"),
@@ -454,4 +454,4 @@ def test_matrix_of_pairs_is_formatted() -> None:
 def test_wrong_arguments(arguments: tuple[str, ...], says: str) -> None:
     code, out, err = doctor(*arguments)
     assert (code, out) == (2, "")
-    assert err.splitlines()[-1].startswith(f"allranks doctor: error: {says}")
+    assert f"allranks doctor: error: {says}" in err

@@ -107,18 +107,18 @@ def run(
     began = time.monotonic()
     until = None if timeout is None else began + timeout
     if n is not None and (not isinstance(n, int) or n < 1):
-        raise UsageError(f"n={n!r}: expected a number of ranks, 1 or more")
+        raise UsageError(f"run: n={n!r}: expected a number of ranks, 1 or more")
     if threads is not None and threads < 1:
-        raise UsageError(f"threads={threads}: expected 1 or more")
+        raise UsageError(f"run: threads={threads}: expected 1 or more")
     for name, word, words in (("show", show, get_args(Show)), ("bind", bind, get_args(Bind))):
         if word not in words:
-            raise UsageError(f"{name}={word!r} is not one of {', '.join(map(repr, words))}")
+            raise UsageError(f"run: {name}={word!r} is not one of {', '.join(map(repr, words))}")
     if bad := [name for name in env or () if not name or "=" in name]:
-        raise UsageError(f"env: {bad[0]!r} is not a variable name")
+        raise UsageError(f"run: env: {bad[0]!r} is not a variable name")
     if not callable(fn):
-        raise UsageError(f"fn={fn!r}: expected a function")
+        raise UsageError(f"run: fn={fn!r}: expected a function")
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
-        raise UsageError(f"args={args!r}: expected a tuple of the arguments; for a single argument, (x,)")
+        raise UsageError(f"run: args={args!r}: expected a tuple of the arguments; for a single argument, (x,)")
     used, command = _hosts(hosts)
     here = command is None
     options = Options(
@@ -144,7 +144,10 @@ def run(
         code = job.run()
     except ConfigError as error:
         if until is not None and time.monotonic() >= until:
-            raise TimeoutError(f"{options.target.name} did not start on all ranks within {timeout:g} s") from error
+            raise TimeoutError(
+                f"{options.target.name} did not start on all ranks within {timeout:g} s.\n"
+                "  Increase timeout=, which includes the start of the ranks."
+            ) from error
         raise
     finally:
         job.close()
@@ -177,7 +180,11 @@ def _outcome(job: MultiHostJob, code: int, timeout: float | None) -> list[Any]:
     results = []
     for rank in range(job.world_size):
         if rank not in loop.results:
-            raise RankError(f"rank {rank} exited with code 0 before {name} returned", rank)
+            raise RankError(
+                f"rank {rank} exited with code 0 before {name} returned.\n"
+                "  Return from it instead of calling os._exit().",
+                rank,
+            )
         results.append(unpack_result(loop.results.pop(rank), rank))
     return results
 

@@ -423,7 +423,10 @@ def _export(options: argparse.Namespace) -> int:
     try:
         file = plain_file(file)
     except OSError as error:
-        raise CheckpointError(f"{options.file} cannot be overwritten: {error.strerror}") from None
+        raise CheckpointError(
+            f"{options.file} cannot be overwritten: {error.strerror}.\n"
+            "  Pass the path of a regular file or of a new file."
+        ) from None
     if not file.absolute().parent.is_dir():
         raise CheckpointError(f"the folder {file.absolute().parent} does not exist")
     _rank(options.rank, chosen.manifest)

@@ -25,11 +25,11 @@ def output_problem(report: Path | None, picture: Path | None) -> str:
         if file.is_dir():
             return f"{file} is a directory"
         if not os.access(file if file.exists() else folder, os.W_OK):
-            return f"cannot write to {file}"
+            return f"cannot write to {file}: no permission, or a read-only file system"
     if picture is None:
         return ""
     if not importlib.util.find_spec("matplotlib"):
-        return "--plot requires matplotlib: pip install matplotlib"
+        return "--plot requires matplotlib.\n  Run `pip install matplotlib`."
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = FigureCanvasBase.get_supported_filetypes()

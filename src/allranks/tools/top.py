@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one line of JSON for each update")
     args = parser.parse_args(argv)
     if args.delay <= 0:
-        parser.error("--delay must be positive")
+        parser.error(f"--delay must be positive, not {args.delay:g}")
     try:
         return _watch(args.job, args.delay, args.count, args.json)
     except AllranksError as error:

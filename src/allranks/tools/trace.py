@@ -88,12 +88,15 @@ def choose(pid: int | None, question: Question) -> JobAnswer:
     if len(found) == 1:
         return found[0]
     if found:
-        raise NoAnswer(f"several jobs run here; choose one:{listed}")
+        raise NoAnswer(f"several jobs run here; pass the pid of a launcher:{listed}")
     if silent:
         raise silent[0]
     if listed:
         raise NoAnswer(f"no job here has the launcher {pid}; running jobs:{listed}")
-    raise NoAnswer("no launcher of allranks runs a job of this user on this host")
+    raise NoAnswer(
+        "no launcher of allranks runs a job of this user on this host.\n"
+        "  Run this command on a host of the job, as the user who started it."
+    )
 
 
 def _overview(answer: JobAnswer, calls: int) -> list[str]:

@@ -107,7 +107,10 @@ def record(words: Sequence[str]) -> int | Program:
             for line in summary(found, args.output):
                 print(f"allranks trace record: {line}", file=sys.stderr)
         elif code == 0:
-            raise ConfigError("no calls to draw: no rank of this host has created a group of allranks")
+            raise ConfigError(
+                "no calls to draw: no rank of this host has created a group of allranks.\n  For an unchanged program of"
+                " torch.distributed, add --instead-of-gloo."
+            )
     finally:
         shutil.rmtree(folder)
     return code

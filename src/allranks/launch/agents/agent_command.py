@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from allranks import __version__
 from allranks._cluster.schedulers import SCHEDULERS
 from allranks._cluster.schedulers.interface import RemoteCommand
 from allranks.launch.spec.options import given
@@ -69,9 +70,12 @@ def explain(command: RemoteCommand, host: str, python: str, code: int | None, st
     """
     last = last_message(stderr)
     if "No module named allranks" in stderr or "No module named 'allranks" in stderr:
-        return f"{host}: allranks is not installed in {python}: {last}"
+        return f"{host}: allranks is not installed in {python}: {last}\n  Install allranks {__version__} there."
     if code in (126, 127) or "No such file or directory" in last or "not found" in last:
-        return f"{host}: cannot run the interpreter {python}: {last or f'exit code {code}'}"
+        return (
+            f"{host}: cannot run the interpreter {python}: {last or f'exit code {code}'}\n"
+            "  Install it at the same path on all hosts, for example in a shared folder."
+        )
     if why := command.explain(host, code, stderr):
         return f"{host}: {why}"
     state = "did not answer in time" if code is None else f"{command.name} exited with code {code}"

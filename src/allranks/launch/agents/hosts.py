@@ -105,7 +105,9 @@ def start_process(command: Sequence[str], environ: Mapping[str, str], stdin: int
             start_new_session=True,  # a separate session, so that only this process handles Ctrl-C
         )
     except OSError as error:
-        raise ConfigError(f"cannot start {command[0]!r}: {str(error.strerror).lower()}") from None
+        missing = isinstance(error, FileNotFoundError)
+        hint = ".\n  Install it on this host, or add its folder to PATH." if missing else ""
+        raise ConfigError(f"cannot start {command[0]!r}: {str(error.strerror).lower()}{hint}") from None
 
 
 def wrong_version(host: Host) -> str:
@@ -113,7 +115,7 @@ def wrong_version(host: Host) -> str:
     if host.hello is None or host.hello.version == __version__:
         return ""
     host_version = f"allranks {host.hello.version} (python {host.hello.python})"
-    return f"{host_version} differs from host 0's allranks {__version__}; install the same version on all hosts"
+    return f"{host_version} differs from host 0's allranks {__version__}.\n  Install the same version on all hosts."
 
 
 def with_place(host: Host, place: int, slots: int | None) -> Host:

@@ -417,7 +417,8 @@ def _enter(folder: str) -> None:
         os.chdir(folder)
     except OSError as error:
         raise ConfigError(
-            f"cannot enter the working directory {folder!r}: {str(error.strerror).lower()} (to use another: --chdir)"
+            f"cannot enter the working directory {folder!r}: {str(error.strerror).lower()}.\n"
+            "  Create it there, or select another one with --chdir."
         ) from None
 
 
@@ -454,7 +455,7 @@ def _find_reachable_store(stores: Sequence[str], secret: bytes, where: str) -> t
             probe.connect((host, 9))
             return store, str(probe.getsockname()[0])
     raise ConfigError(
-        f"cannot reach the {where} at {', '.join(tried) or 'any address'}; select the network with --iface"
+        f"cannot reach the {where} at {', '.join(tried) or 'any address'}.\n  Select the network with --iface."
     )
 
 

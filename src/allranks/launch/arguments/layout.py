@@ -70,7 +70,11 @@ def share_out(
         found = [max(1, cpus) if per_host == "auto" else gpus for cpus, gpus in has]
         for host, count in zip(hosts, found, strict=True):
             if count == 0:
-                raise ConfigError(f"{host.name} has no GPU, but -n gpu requests one rank per GPU")
+                raise ConfigError(
+                    f"{host.name} has no GPU, but -n gpu requests one rank per GPU.\n"
+                    "  Specify the number of ranks with -n, or make its GPUs visible (nvidia-smi -L,"
+                    " CUDA_VISIBLE_DEVICES)."
+                )
     elif per_host is not None:
         found = [per_host] * len(hosts)
         for host, slot in zip(hosts, slots, strict=True):
@@ -90,7 +94,8 @@ def share_out(
         return _fill(hosts, slots, nproc)
     if nproc is not None and nproc != sum(found):
         raise ConfigError(
-            f"-n requests {nproc} ranks, but {_words(per_host)} on {len(hosts)} host(s) requests {sum(found)}"
+            f"-n requests {nproc} ranks, but {_words(per_host)} on {len(hosts)} host(s) requests {sum(found)}.\n"
+            "  Remove one of the two options."
         )
     return found
 

@@ -56,7 +56,7 @@ class _RefusedOption(argparse.Action):
             option = str(option_string)
             words = " ".join([option, *(values or ())])
             instead = _INSTEAD.get(option.replace("_", "-"))
-            hint = f"; use {instead}" if instead else ""
+            hint = f".\n  Use {instead}." if instead else ".\n  Remove it, or use `allranks torchrun`."
             parser.error(f"{words} is an option of torchrun that allranks run does not support{hint}")
 
 
@@ -160,11 +160,14 @@ def _refuse_contradictions(args: argparse.Namespace, rendezvous: RendezvousOptio
         ConfigError: with the names of the options.
     """
     if args.standalone and args.nodes is not None and args.nodes[1] > 1:
-        raise ConfigError("--standalone runs the job on one host, but -N requests more")
+        raise ConfigError("--standalone runs the job on one host, but -N requests more.\n  Remove one of the two.")
     if not listed:
         return
     if args.standalone:
-        raise ConfigError("--standalone runs the job on this host, but --hosts or --hostfile lists hosts")
+        raise ConfigError(
+            "--standalone runs the job on this host, but --hosts or --hostfile lists hosts.\n"
+            "  Specify only one of them."
+        )
     for given, option in (
         (args.node is not None, "--node-rank"),
         (rendezvous.leader is not None, "--rdzv-endpoint" if args.rdzv_endpoint else "--master-addr and --master-port"),

@@ -84,8 +84,10 @@ def read_rendezvous(args: argparse.Namespace) -> RendezvousOptions:
         ConfigError: they contradict each other, or are impossible.
     """
     settings = _split(args.rdzv_conf or "")
-    if settings.pop("store_type", "tcp") != "tcp":
-        raise ConfigError("--rdzv-conf store_type: the rendezvous supports TCP only.\n  Use --rdzv-endpoint HOST:PORT.")
+    if (kind := settings.pop("store_type", "tcp")) != "tcp":
+        raise ConfigError(
+            f"--rdzv-conf store_type={kind}: the rendezvous supports TCP only.\n  Use --rdzv-endpoint HOST:PORT."
+        )
     leads = _take(settings, "is_host", "yes or no", lambda text: _WORDS[text.lower()])
     # c10d's name is join_timeout, static's is timeout; join_timeout takes precedence below.
     join = [_take(settings, name, "a number of seconds", _seconds) for name in ("join_timeout", "timeout")]
@@ -116,7 +118,10 @@ def _leader(args: argparse.Namespace) -> tuple[str, int | None] | None:
         return None if port is None else ("", port)
     host, inner = _host_port(args.master_addr, "--master-addr")
     if inner is not None and port not in (None, inner):
-        raise ConfigError(f"--master-addr {args.master_addr} and --master-port {port} specify two different ports")
+        raise ConfigError(
+            f"--master-addr {args.master_addr} and --master-port {port} specify two different ports.\n"
+            "  Remove one of them."
+        )
     return host, port if inner is None else inner
 
 
@@ -163,8 +168,8 @@ def _backend(text: str) -> str:
     if text in ("c10d", "static"):
         return text
     raise argparse.ArgumentTypeError(
-        f"{text!r} is not supported; the rendezvous runs on one of the hosts"
-        " (--rdzv-backend c10d --rdzv-endpoint HOST:PORT)"
+        f"{text!r} is not supported; the rendezvous runs on one of the hosts.\n"
+        "  Use --rdzv-backend c10d --rdzv-endpoint HOST:PORT."
     )
 
 
@@ -173,5 +178,8 @@ def _addresses(name: str) -> str:
     try:
         found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     except (OSError, UnicodeError):
-        raise ConfigError(f"--local-addr {name!r} is not an address, and the name does not resolve") from None
+        raise ConfigError(
+            f"--local-addr {name!r} is not an address, and the name does not resolve.\n"
+            "  Pass an IP address of this host."
+        ) from None
     return ",".join(address for address in found if not ipaddress.ip_address(address).is_loopback)

@@ -184,9 +184,14 @@ def _check_number(options: Options, nodes: tuple[int, int] | None) -> None:
 
 def _run_here(options: Options, host: Slots) -> int | Rank:
     if options.spares:
-        raise ConfigError(f"--spares {options.spares} requires several hosts, but the job has only {host.name}")
+        raise ConfigError(
+            f"--spares {options.spares} requires several hosts, but the job has only {host.name}.\n"
+            "  Remove --spares, or add hosts."
+        )
     if options.nodes is not None and options.nodes[0] > 1:
-        raise ConfigError(f"-N requests {options.nodes[0]} hosts, but the job has only {host.name}")
+        raise ConfigError(
+            f"-N requests {options.nodes[0]} hosts, but the job has only {host.name}.\n  Decrease -N, or add hosts."
+        )
     gpus = len(visible_gpus(os.environ)) if options.per_host == "gpu" else 0
     (nproc,) = share_out([host], options.nproc, options.per_host, [(usable_cpus(), gpus)], strict=bool(options.hosts))
     if options.dry_run:
@@ -211,7 +216,10 @@ def _run_among(options: Options, place: LaunchContext, nodes: tuple[int, int]) -
             " the same command on each of them with --node-rank and --master-addr."
         )
     if options.per_host == "gpu" and not visible_gpus(os.environ):
-        raise ConfigError("this host has no GPU, but -n gpu requests one rank per GPU")
+        raise ConfigError(
+            "this host has no GPU, but -n gpu requests one rank per GPU.\n"
+            "  Specify the number of ranks with -n, or make its GPUs visible (nvidia-smi -L, CUDA_VISIBLE_DEVICES)."
+        )
     secret = load_secret()
     ports = [port] if port is not None else [*place.ports[:PORTS_TRIED]] or [_PORT]
     if port is None and place.job and place.hosts:  # several jobs may share these hosts
@@ -235,7 +243,10 @@ def _run_among(options: Options, place: LaunchContext, nodes: tuple[int, int]) -
         except OSError as error:
             # If the port is in use, host 0's launcher may run here already, and this process joins it.
             if sure or error.errno != errno.EADDRINUSE:
-                raise ConfigError(f"cannot listen on port {ports[0]}: {str(error.strerror).lower()}") from None
+                raise ConfigError(
+                    f"cannot listen on port {ports[0]}: {str(error.strerror).lower()}.\n  Select another port with"
+                    " --master-port, the same on all hosts."
+                ) from None
     # The name of a pod resolves only with its domain, which is this pod's domain.
     names = dict.fromkeys([name or "127.0.0.1"] if options.leader else [name, with_domain(name, socket.getfqdn())])
     return join_leader(options, node, [(name, port) for name in names for port in ports], secret)

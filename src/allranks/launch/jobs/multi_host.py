@@ -100,7 +100,10 @@ def run_on_hosts(options: Options, hosts: Sequence[Slots], command: RemoteComman
     """
     least, most = options.nodes or (len(hosts), len(hosts))
     if least > len(hosts):
-        raise ConfigError(f"-N requests {least} hosts, but the job has {len(hosts)}: {', '.join(map(str, hosts))}")
+        raise ConfigError(
+            f"-N requests {least} hosts, but the job has {len(hosts)}: {', '.join(map(str, hosts))}.\n"
+            "  Decrease -N, or add hosts."
+        )
     hosts = hosts[:most]
     hosts, spares = _split(hosts, options.spares)
     if least < len(hosts) and options.nproc is not None:
@@ -144,7 +147,10 @@ def _split(hosts: Sequence[Slots], spares: int) -> tuple[Sequence[Slots], Sequen
         ConfigError: no host would run ranks.
     """
     if spares >= len(hosts):
-        raise ConfigError(f"--spares {spares}: the job has {len(hosts)} hosts, and at least one must run ranks")
+        raise ConfigError(
+            f"--spares {spares}: no host is left for ranks, because the job has {len(hosts)} hosts.\n"
+            "  Reduce --spares, or add hosts."
+        )
     return hosts[: len(hosts) - spares], hosts[len(hosts) - spares :]
 
 
@@ -221,7 +227,10 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
             hello(node, _own_slots(options), options.run, options.role, count_gpus=options.per_host == "gpu")
         )
     except LinkLost:
-        raise ConfigError(f"lost the connection to host 0 ({where}); the ranks on this host were stopped") from None
+        raise ConfigError(
+            f"lost the connection to host 0 ({where}); the ranks on this host were stopped.\n"
+            "  Check the end of the launcher's output on host 0."
+        ) from None
     if isinstance(last, Rank):
         return last
     if last.text:
@@ -479,8 +488,8 @@ class MultiHostJob:
             return trouble
         place = self._place_for(caller)
         if place in self._taken:
-            return f"the job already has a host {place} (--node-rank)"
-        return "" if place < self.most else f"the job already has its {self.most} hosts"
+            return f"the job already has a host {place} (--node-rank).\n  Use a different --node-rank on each host."
+        return "" if place < self.most else f"the job already has its {self.most} hosts.\n  Increase -N to add hosts."
 
     def run(self) -> int:
         """Run rounds until the last one."""
@@ -535,7 +544,7 @@ class MultiHostJob:
                 if not self.rules.may_go_on_without(len(unable) + len(lost), len(pool.hosts)):
                     raise
                 for host, why in unable.items():  # it would fail the next time, too
-                    self.options.reporter.report(f"{host.name}: {why}; continuing without it")
+                    self.options.reporter.report(consequence(f"{host.name}: {why}", "continuing without it"))
                     pool.refuse_caller(host, why)
                 for host in lost:
                     self._drop(host)
@@ -726,7 +735,10 @@ def _prepare_of(options: Options, nproc: int, master: str) -> Prepare:
 
 def _other_job(own_name: str, other_name: str) -> str:
     names = [repr(name) if name else "a job without a name" for name in (own_name, other_name)]
-    return f"host 0 runs {names[0]}, but this host requests {names[1]} (--rdzv-id); use a separate port for each job"
+    return (
+        f"host 0 runs {names[0]}, but this host requests {names[1]} (--rdzv-id).\n"
+        "  Use a separate port for each job (--master-port)."
+    )
 
 
 def _own_slots(options: Options) -> int | None:

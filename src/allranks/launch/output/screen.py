@@ -216,11 +216,11 @@ class Screen:
         return self._live(self._bar_fd)
 
     def bar(self, text: bytes) -> None:
-        """Show a line of the launcher's own below all others, replacing the last one; b"" for none."""
+        """Show the bar, a line below all others, with this text; remove it if the text is b""."""
         self._put(self._bar_fd, self._collapsers[self._bar_fd].renderer.feed(BAR, b"\r" + text + b"\x1b[K"))
 
     def bar_ended(self) -> None:
-        """Leave the line on the screen."""
+        """Keep the last state of the bar on the screen, as a line of its own."""
         self._put(self._bar_fd, self._collapsers[self._bar_fd].renderer.end(BAR))
 
     @property

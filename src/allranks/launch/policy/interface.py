@@ -218,7 +218,7 @@ class AnswerStates:
 
 @dataclass(frozen=True)
 class SignalRanks:
-    """Send a signal to the process groups of ranks. ``alone``: to python ranks without their children."""
+    """Send a signal to the process groups of ranks. If ``alone`` is set, exclude the children of python ranks."""
 
     number: int
     ranks: tuple[int, ...]

@@ -183,8 +183,8 @@ class RoundState:
         title = f" ({echo.report.title})" if echo.report is not None and echo.report.title else ""
         self._root_cause.add(loss)
         self._print(
-            f"rank {echo.rank} did not survive the loss of rank {loss.rank}{title}; the job stops"
-            " (to survive losses, see docs/resilience.md)"
+            f"rank {echo.rank} did not survive the loss of rank {loss.rank}{title}; the job stops.\n"
+            "  To survive losses, see docs/resilience.md."
         )
 
     def _interrupt(self, spared: Sequence[int] = ()) -> None:

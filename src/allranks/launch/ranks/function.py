@@ -96,7 +96,8 @@ def pack_result(result: Any) -> memoryview:
         _ResultPickler(buffer).dump(result)
     except Exception as error:
         raise UsageError(
-            f"the result of the function cannot be pickled for the caller: {type(result).__name__}: {error}"
+            f"the result of the function cannot be pickled for the caller: {type(result).__name__}: {error}.\n"
+            "  Return a value that pickle supports, such as numbers, dicts and tensors."
         ) from error
     return buffer.getbuffer()
 
@@ -110,7 +111,10 @@ def unpack_result(data: bytearray, rank: int) -> Any:
     try:
         return cloudpickle.loads(data)
     except Exception as error:
-        raise UsageError(f"the result of rank {rank} cannot be unpickled: {type(error).__name__}: {error}") from error
+        raise UsageError(
+            f"the result of rank {rank} cannot be unpickled: {type(error).__name__}: {error}.\n"
+            "  Return an object whose class this process can import."
+        ) from error
 
 
 def pack_error(error: BaseException) -> bytes:

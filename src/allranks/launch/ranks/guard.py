@@ -53,7 +53,7 @@ class Guard:
         except BrokenPipeError:
             print(
                 f"allranks: the launcher's guard (pid {self.pid}) was killed. If the launcher is killed too, processes"
-                f" that process {pid} has started may continue",
+                f" that process {pid} has started may continue.\n  Find them with `allranks doctor`.",
                 file=sys.stderr,
                 flush=True,
             )

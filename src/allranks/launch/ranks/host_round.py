@@ -107,7 +107,9 @@ class HostRound:
             rank = agent.start(mask, self._descriptor_limits)
         except OSError as error:
             agent.close()
-            raise ConfigError(f"cannot start {plan.nproc} ranks: {error.strerror}") from error
+            raise ConfigError(
+                f"cannot start {plan.nproc} ranks: {error.strerror}.\n  Check the host with `allranks doctor`."
+            ) from error
         return agent if rank is None else rank
 
     def close(self) -> None:

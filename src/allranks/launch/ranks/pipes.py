@@ -112,7 +112,10 @@ def reserve_descriptors(nproc: int) -> tuple[int, int]:
     needed = nproc * _PER_RANK + _OWN
     soft, hard = before
     if hard != resource.RLIM_INFINITY and needed > hard:
-        raise ConfigError(f"{nproc} ranks need {needed} open files, but the limit is {hard} (ulimit -Hn)")
+        raise ConfigError(
+            f"{nproc} ranks need {needed} open files, but the limit is {hard} (ulimit -Hn).\n"
+            "  Raise the hard limit, or start fewer ranks."
+        )
     if soft != resource.RLIM_INFINITY and needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     return before

@@ -89,8 +89,8 @@ def place(machine: Machine, nproc: int, bind: Bind, one_gpu_per_rank: bool) -> t
         if len(machine.gpus) < nproc:
             count = f"{len(machine.gpus)} GPU{'s' * (len(machine.gpus) != 1)}" if machine.gpus else "no GPU"
             raise ConfigError(
-                f"{nproc} ranks cannot have a GPU each: this host shows {count} (nvidia-smi -L, CUDA_VISIBLE_DEVICES);"
-                " start fewer ranks, or remove --one-gpu-per-rank"
+                f"{nproc} ranks cannot have a GPU each: this host shows {count} (nvidia-smi -L, CUDA_VISIBLE_DEVICES)"
+                ".\n  Start fewer ranks, or remove --one-gpu-per-rank."
             )
         gpus = list(machine.gpus[:nproc])
     names = [None if gpu is None else gpu.name for gpu in gpus]
@@ -100,7 +100,7 @@ def place(machine: Machine, nproc: int, bind: Bind, one_gpu_per_rank: bool) -> t
     if bind == "core" and nproc > len(machine.cores):
         raise ConfigError(
             f"{nproc} ranks cannot have a core each: this host allows {len(machine.cores)} cores"
-            f" ({machine.cpus} CPUs); start fewer ranks, or use --bind numa or --bind none"
+            f" ({machine.cpus} CPUs).\n  Start fewer ranks, or use --bind numa or --bind none."
         )
     shares = _share(machine, [None if gpu is None else gpu.node for gpu in gpus], bind)
     cpu_places = []

@@ -242,11 +242,16 @@ class Rank:
         except SystemExit as error:
             # The launcher takes code 0 for success, but the caller waits for a result.
             if _exit_code(error) == 0:
-                raise UsageError(f"{self.target.name} called sys.exit(0) and returned nothing") from None
+                raise UsageError(
+                    f"{self.target.name} called sys.exit(0) and returned nothing.\n  Return from it instead."
+                ) from None
             raise
         for piece in function.pieces(function.pack_result(result)):
             if not self._send(piece):
-                raise UsageError(f"{self.target.name} closed the descriptor that transfers its result")
+                raise UsageError(
+                    f"{self.target.name} closed the descriptor that transfers its result.\n"
+                    "  Close only descriptors that it has opened."
+                )
 
     def _failed(self, error: BaseException) -> None:
         # A child that the program forked also gets here; its failure is not the rank's.

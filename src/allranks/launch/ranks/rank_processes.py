@@ -136,7 +136,7 @@ class RankProcesses:
 
     @property
     def output_open(self) -> bool:
-        """True if a process may still write: a rank, or one that it left behind."""
+        """Whether a process may still write output: a rank, or a child process that has outlived its rank."""
         return any(fd in self._open for process in self._processes for fd in process.pipes.read_fds.values())
 
     def _watch_process(self, process: RankProcess) -> None:

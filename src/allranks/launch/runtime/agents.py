@@ -29,7 +29,7 @@ class Agents(Protocol):
 
     @property
     def output_open(self) -> bool:
-        """Whether a process still has the output of a rank open."""
+        """Whether a process may still write output: a rank, or a child process that has outlived its rank."""
         ...
 
     def poll(self, timeout_s: float | None) -> list[Event]:

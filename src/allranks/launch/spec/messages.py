@@ -179,7 +179,7 @@ class StartRanks(msgspec.Struct, frozen=True, tag=True):
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
-    """Send a signal to the process groups of ranks; ``alone``: to python ranks without their children."""
+    """Send a signal to the process groups of ranks. If ``alone`` is set, exclude the children of python ranks."""
 
     number: int
     ranks: list[int]

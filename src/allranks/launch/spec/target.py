@@ -157,20 +157,29 @@ def _check_script(name: str, as_command: str) -> None:
         importer = pkgutil.get_importer(name)
         if importer is None or importer.find_spec("__main__") is None:
             what = "directory" if os.path.isdir(name) else "zip file"
-            raise ConfigError(f"{name!r} is a {what} without a __main__.py, not a python script")
+            raise ConfigError(
+                f"{name!r} is a {what} without a __main__.py, not a python script.\n  Specify the script in it."
+            )
         return
     if not os.path.exists(name):
-        hint = f".\n  To run a command, put {as_command} before it: {as_command} {name}" if shutil.which(name) else ""
+        hint = (
+            f".\n  To run a command, put {as_command} before it: `{as_command} {name}`." if shutil.which(name) else ""
+        )
         raise ConfigError(f"cannot find script {name!r} in {os.getcwd()}{hint}")
     if not os.path.isfile(name):
-        raise ConfigError(f"{name!r} is not a regular file, so the ranks cannot all read it")
+        raise ConfigError(
+            f"{name!r} is not a regular file, so the ranks cannot all read it.\n  Write the script to a file."
+        )
     try:
         with open(name, "rb") as file:
             # At most 4 KiB, because a binary file may have no line end.
             head = file.readline(1 << 12)
             if name.endswith(".pyc"):
                 if head[: len(MAGIC_NUMBER)] != MAGIC_NUMBER:
-                    raise ConfigError(f"{name!r} was compiled by another version of python, or is corrupted")
+                    raise ConfigError(
+                        f"{name!r} was compiled by another version of python, or is corrupted.\n"
+                        "  Specify its *.py file."
+                    )
                 return
             program = head.startswith(b"\x7fELF")
             source = head + file.read() if _may_be_another(name, head) and not program else b""
@@ -187,7 +196,7 @@ def _check_script(name: str, as_command: str) -> None:
         line = f" (line {error.lineno}: {error.msg})" if isinstance(error, SyntaxError) and error.lineno else ""
         raise ConfigError(
             f"{name!r} is not a python script{line}.\n  To run a command, put {as_command} before it:"
-            f" {as_command} {command}"
+            f" `{as_command} {command}`."
         ) from None
 
 
@@ -208,9 +217,13 @@ def _check_module(name: str) -> None:
     set_first_path(os.getcwd())
     spec = find(name)
     if spec is None:
-        raise ConfigError(f"cannot find python module {name!r}")
+        raise ConfigError(
+            f"cannot find python module {name!r}.\n  Install it, or run the command in the folder that contains it."
+        )
     if spec.submodule_search_locations is not None and find(f"{name}.__main__") is None:
-        raise ConfigError(f"{name!r} is a package without a __main__ module; it cannot be run with -m")
+        raise ConfigError(
+            f"{name!r} is a package without a __main__ module.\n  Specify one of its modules: -m {name}.MODULE."
+        )
 
 
 def set_first_path(folder: str) -> None:
@@ -243,4 +256,6 @@ def _check_command(name: str) -> None:
                 raise ConfigError(f"{name} is not executable.\n  Run chmod +x {name}.")
             raise ConfigError(f"cannot find command {name!r} in PATH.\n  To run the file in this folder, use ./{name}.")
         hint = ".\n  To run a python script, remove the --." if here else ""
+        if not hint and os.sep not in name:
+            hint = " in PATH.\n  Install it, or specify its path."
         raise ConfigError(f"cannot find command {name!r}{hint}")

@@ -66,7 +66,9 @@ def replaced_file(text: str) -> Path:
     try:
         return plain_file(text)
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be replaced: {error.strerror}") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be replaced: {error.strerror}.\n  Pass the path of a regular file or of a new file."
+        ) from None
 
 
 def backend_names(text: str) -> str:
@@ -96,7 +98,7 @@ def seconds(text: str) -> float:
 
 def some_seconds(text: str) -> float:
     if not (found := seconds(text)):
-        raise argparse.ArgumentTypeError("expected more than 0")
+        raise argparse.ArgumentTypeError(f"expected more than 0, got {text!r}")
     return found
 
 

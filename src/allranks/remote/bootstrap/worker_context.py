@@ -173,7 +173,8 @@ def _choose_device(wanted: str, local_rank: int) -> tuple[str, str]:
         torch.empty(1, device=device)  # an unusable device fails here, and not in the first operation
     # AssertionError: torch raises it if it was compiled without CUDA.
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
-        return "", f"worker_device={wanted!r} cannot be used by this worker: {str(error).partition(chr(10))[0]}"
+        reason = str(error).partition("\n")[0].removesuffix(".")
+        return "", f"worker_device={wanted!r} cannot be used by this worker: {reason}.\n  Pass another worker_device=."
     return str(device), ""
 
 

@@ -104,9 +104,15 @@ class WorkerPool:
         # The loop runs in another thread. Its record of the rank's restarts changes when the new process has started.
         while loop.restarts.get(rank) == before:
             if isinstance(lost := self.ended.get(rank), str):
-                raise ConfigError(f"respawn: rank {rank} cannot be restarted: {lost}")
+                why = lost.partition("\n")[0].removesuffix(".")
+                raise ConfigError(
+                    f"respawn: rank {rank} cannot be restarted on its host: {why}.\n  Restart the job on other hosts."
+                )
             if time.monotonic() > until:
-                raise TimeoutError(f"respawn: the host of rank {rank} did not start a new process in time")
+                raise TimeoutError(
+                    f"respawn: the host of rank {rank} did not start a new process in time.\n"
+                    "  Check whether the host is overloaded, or its agent is stopped."
+                )
             time.sleep(_LOOK_S)
 
     def close(self) -> None:

@@ -161,7 +161,10 @@ class Workers:
             old.socket.shutdown(socket.SHUT_RDWR)
         with self._changed:
             if not self._changed.wait_for(lambda: rank in self._lost, timeout_s):
-                raise TimeoutError(f"respawn: the termination of {old} was not detected within {timeout_s:.1f} s")
+                raise TimeoutError(
+                    f"respawn: the termination of {old} was not detected within {timeout_s:.1f} s.\n"
+                    "  Report it with the output of `allranks doctor`."
+                )
         old.socket.close()
         self._server.groups.admit(rank)
         try:
@@ -372,7 +375,7 @@ def _launchers_store() -> StoreClient | None:
 def _start_workers(hosts: Sequence[Slots], timeout_s: float, device: str, threads: int | None, serve: str) -> Workers:
     size = 1 + sum(1 if host.count is None else host.count for host in hosts)
     if size == 1:
-        raise UsageError("init_master_worker: hosts= has no slot for a worker")
+        raise UsageError("init_master_worker: hosts= has no slot for a worker.\n  Add slots: hosts='node1:2'.")
     far = not all(is_this_host(host.name) for host in hosts)
     server = MasterServer(this_member(0, size), far)
     environ = {MASTER: msgspec.json.encode(server.endpoint).decode()}

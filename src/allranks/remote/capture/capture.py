@@ -196,7 +196,8 @@ class Captured(Generic[P, R]):
             hash(key := tuple(parts))
         except TypeError as error:
             raise UsageError(
-                f"capture: an argument of {self._name} cannot be compared between calls: {error}"
+                f"capture: an argument of {self._name} cannot be compared between calls: {error}.\n"
+                "  Pass a hashable value, or a tensor on the worker."
             ) from None
         return key, tensors, watched if len(watched) > 1 else self._function
 
@@ -325,7 +326,10 @@ class Captured(Generic[P, R]):
                 recording.returned.append(RecordedResult(recorder.number_of(each), each._place, each._sig, each._off))
                 recording.leaves.append(None)
             elif isinstance(each, torch.Tensor):
-                raise UsageError(f"capture: {self._name} returns a tensor of the master, which a replay cannot return")
+                raise UsageError(
+                    f"capture: {self._name} returns a tensor of the master, which a replay cannot return.\n"
+                    "  Create it outside of the captured step, or on a worker."
+                )
             else:
                 recording.returned.append(None)
                 recording.leaves.append(each)

@@ -24,6 +24,8 @@ from allranks.remote.torch_device.tensor import RemoteTensor
 
 __all__ = ["Entry", "Recorder", "Recording", "RecordedResult", "difference"]
 
+_REPEAT = ".\n  Capture a part of the step that always runs the same operations."
+
 
 class Entry(NamedTuple):
     """A call, with the recording's numbers of its tensors."""
@@ -165,7 +167,7 @@ class Recorder:
 def difference(master: Driver, before: Recording, after: Recording) -> str:
     """Describe the first difference between two calls."""
     if after.unreplayable or before.unreplayable:
-        return f"{after.unreplayable or before.unreplayable}, on each call"
+        return f"{after.unreplayable or before.unreplayable}, on each call.\n  Do this outside of the captured step."
 
     def name(recording: Recording, at: int) -> str:
         op = master.operators.templates[recording.entries[at].template][0]
@@ -184,15 +186,15 @@ def difference(master: Driver, before: Recording, after: Recording) -> str:
         if old.template == new.template:
             return (
                 f"{name(after, at)} has other operands than in the previous call, because tensors are recreated outside"
-                " of the step"
+                " of the step.\n  Pass them as arguments."
             )
         return (
             f"operation {at} is {name(before, at)} and then {name(after, at)}"
-            f"{' with other shapes or constants' if name(before, at) == name(after, at) else ''}"
+            f"{' with other shapes or constants' if name(before, at) == name(after, at) else ''}{_REPEAT}"
         )
     if len(before.entries) != len(after.entries):
-        return f"it queued {len(before.entries)} operations and then {len(after.entries)}"
-    return "the tensors that it reads, keeps or returns, or their structure, differ between calls"
+        return f"it queued {len(before.entries)} operations and then {len(after.entries)}{_REPEAT}"
+    return f"the tensors that it reads, keeps or returns, or their structure, differ between calls{_REPEAT}"
 
 
 def _numbers(master: Driver, entry: Entry) -> str:

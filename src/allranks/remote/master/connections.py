@@ -56,6 +56,7 @@ _LOSS_WAIT_S = 2.0  # seconds to wait, after a worker's fault that a loss has ca
 _LOSS_ERRORS = ("PeerLostError", "AbortedError")  # kinds of faults that a worker reports if a peer of it has died
 _CHUNK = 1 << 18  # bytes of one receive
 CPU = "Before the fork, fetch the tensors that the child needs with .cpu()."
+SHUT_DOWN = "the workers have been shut down.\n  Call shutdown() after the last use of their tensors."
 
 _decode = msgspec.msgpack.Decoder(Answer).decode
 
@@ -303,7 +304,7 @@ class Connections:
                 raise UsageError(
                     f"{what}: the workers of {place} differ: worker {found[0][0]} has {found[0][1][0]}, worker {rank}"
                     f" has {answer[0]}.\n  Request a value that determines a shape, or that the master reads, from each"
-                    f" worker: x.shard({rank})"
+                    f" worker: x.shard({rank})."
                 )
         return found[0][1]
 
@@ -359,7 +360,11 @@ class Connections:
         """
         rank = worker.rank
         if self.by_rank[rank] is not worker:  # another thread has replaced it
-            raise WorkerLost(f"worker {rank} ({worker.host}, pid {worker.pid}) is lost: it has been replaced", rank)
+            raise WorkerLost(
+                f"worker {rank} ({worker.host}, pid {worker.pid}) is lost: it has been replaced.\n"
+                "  Create the tensors on it again.",
+                rank,
+            )
         if rank in self.lost:
             raise WorkerLost(self.lost[rank], rank)
         if rank in self._receiving:
@@ -561,7 +566,7 @@ class Connections:
         """
         self.check_process()
         if self.closed:
-            raise WorkerLost("the workers have been shut down", 0)
+            raise WorkerLost(SHUT_DOWN, 0)
 
     def refuse_recording(self, why: str, always: bool = True) -> None:
         """Report to a recorder an action that a captured step cannot contain. `always`: not even in its first calls."""

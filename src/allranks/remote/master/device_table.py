@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from allranks._base.errors import UsageError
-from allranks.remote.master.connections import Connections, InheritedCalls, LostWorkerCalls
+from allranks.remote.master.connections import SHUT_DOWN, Connections, InheritedCalls, LostWorkerCalls
 from allranks.remote.torch_device.devices import end_device, index_is_free, make_device, places
 from allranks.remote.torch_device.handle import DeviceTarget, Driver
 
@@ -137,7 +137,7 @@ class DeviceTable:
         """End all devices."""
         self._latest.clear()
         for each in self.all():
-            each.calls = LostWorkerCalls("the workers have been shut down", 0)
+            each.calls = LostWorkerCalls(SHUT_DOWN, 0)
             end_device(each.index)
 
     def abandon(self) -> None:

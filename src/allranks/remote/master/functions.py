@@ -298,7 +298,10 @@ class RemoteFunction:
         for what, those in (("an argument", tensors), ("a tensor that it holds", self._held)):
             for each in those:
                 if not set(place.ranks) <= set(each._place.ranks):
-                    raise RuntimeError(f"remote: {self.__name__} runs on {place}, but {what} is on {each._place}")
+                    raise RuntimeError(
+                        f"remote: {self.__name__} runs on {place}, but {what} is on {each._place}.\n"
+                        f"  Send it first, with .to('{place.device}')."
+                    )
         self._master.connections.refuse_recording("the step runs a function on a worker")
         futures = [self._start(self._master.devices.worker(rank), tensors, pickled) for rank in place.ranks]
         return futures[0] if len(futures) == 1 else Futures(futures)

@@ -113,7 +113,10 @@ class Group:
             looks = sorted(
                 {f"{x.dtype} {tuple(x.shape)}, strides {x.stride()}, offset {x.storage_offset()}" for x in handles}
             )
-            raise UsageError(f"join: the tensors differ: {'; '.join(looks)}")
+            raise UsageError(
+                f"join: the tensors differ: {'; '.join(looks)}.\n"
+                "  Convert them to one dtype and one shape, and clone views."
+            )
         made: RemoteTensor = apply_linear(self._join, self._split, *handles)
         if made.grad_fn is not None:
             made.grad_fn.register_prehook(partial(_see_unchanged, handles, [each._version for each in handles]))
@@ -125,7 +128,7 @@ class Group:
         Tensors without dimensions form a vector, here and in `all_gather`.
         """
         made: torch.Tensor = apply_linear(
-            partial(self._collect, dim), partial(self._deal, dim), _as_row(self._mine(tensor))
+            partial(self._collect, dim), partial(self._deal, dim), _as_row(self._mine("gather", tensor))
         )
         return made
 
@@ -155,7 +158,7 @@ class Group:
 
     def all_gather(self, tensor: torch.Tensor, dim: int = 0) -> RemoteTensor:
         """Concatenate all workers' tensors along a dimension, on each worker."""
-        row = _as_row(self._mine(tensor))
+        row = _as_row(self._mine("all_gather", tensor))
         made: RemoteTensor = apply_linear(
             partial(self._all_gather, dim), partial(self._reduce_scatter, "SUM", dim), row
         )
@@ -164,7 +167,7 @@ class Group:
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", dim: int = 0) -> RemoteTensor:
         """Reduce the workers' tensors, and return each worker its part along a dimension."""
         reduction = _op("reduce_scatter", op)
-        handle = self._mine(tensor)
+        handle = self._mine("reduce_scatter", tensor)
         self._share("reduce_scatter", handle.shape, dim)
         if op not in _LINEAR and ((torch.is_grad_enabled() and handle.requires_grad) or has_tangent(handle)):
             raise _no_graph("reduce_scatter", op)
@@ -249,7 +252,7 @@ class Group:
             back: The transpose of `there`, or None if it has none.
         """
         listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        handles = [self._mine(each) for each in listed]
+        handles = [self._mine(f"{name}_", each) for each in listed]
         if len(self.ranks) == 1:
             return
         seen = [x for x in handles if (torch.is_grad_enabled() and x.grad_fn is not None) or has_tangent(x)]
@@ -286,17 +289,17 @@ class Group:
         if not -len(shape) <= dim < len(shape) or shape[dim] % count:
             raise UsageError(
                 f"{name}: dimension {dim} of {tuple(shape)} cannot be split into {count} equal parts, "
-                "one for each worker of the group"
+                "one for each worker of the group.\n  Pad the tensor, or select another dimension with dim=."
             )
         return shape[dim] // count
 
-    def _mine(self, tensor: torch.Tensor) -> RemoteTensor:
+    def _mine(self, name: str, tensor: torch.Tensor) -> RemoteTensor:
         if not isinstance(tensor, RemoteTensor) or tensor._place is not self._place:
             if isinstance(tensor, RemoteTensor):
                 # Its worker may be lost, which is then the better error.
                 tensor._place.master.connections.check(tensor._place)
             where = tensor._place if isinstance(tensor, RemoteTensor) else tensor.device
-            raise UsageError(f"expected a tensor on {self._place}, not on {where}")
+            raise UsageError(f"{name}: expected a tensor on {self._place}, not on {where}")
         return tensor
 
 
@@ -335,14 +338,15 @@ def _no_graph(name: str, op: str) -> UsageError:
     )
 
 
-def _group_of(tensors: torch.Tensor | Iterable[torch.Tensor]) -> tuple[Group, list[torch.Tensor]]:
+def _group_of(name: str, tensors: torch.Tensor | Iterable[torch.Tensor]) -> tuple[Group, list[torch.Tensor]]:
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if not listed:
-        raise UsageError("expected at least one tensor")
+        raise UsageError(f"{name}: expected at least one tensor")
     first = listed[0]
     if not isinstance(first, RemoteTensor):
         raise UsageError(
-            "expected tensors on a group of workers.\n  For the ranks of a job, call all_reduce() or broadcast()."
+            f"{name}: expected tensors on a group of workers.\n"
+            f"  For the ranks of a job, call {name.removesuffix('_')}()."
         )
     return Group(first._place), listed
 
@@ -365,7 +369,7 @@ def all_reduce_(tensors: torch.Tensor | Iterable[torch.Tensor], op: str = "sum")
         The call is queued. The tensors of one dtype are reduced together, like ``all_reduce`` of the native channel.
         Before that, the workers exchange one message of 8 bytes each to check that no worker has a poisoned tensor.
     """
-    group, listed = _group_of(tensors)
+    group, listed = _group_of("all_reduce_", tensors)
     group.all_reduce_(listed, op)
 
 
@@ -386,7 +390,7 @@ def broadcast_(tensors: torch.Tensor | Iterable[torch.Tensor], src: int) -> None
     Cost:
         The call is queued. It costs one ``broadcast`` of the native channel, and the check of `all_reduce_`.
     """
-    group, listed = _group_of(tensors)
+    group, listed = _group_of("broadcast_", tensors)
     group.broadcast_(listed, src)
 
 

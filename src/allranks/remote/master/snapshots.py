@@ -202,7 +202,7 @@ class Kept:
         """
         connections = self.connections
         if self.closed:
-            raise UsageError("refresh: close() has been called on these kept objects")
+            raise UsageError("refresh: close() has been called on these kept objects.\n  Call keep() again.")
         connections.refuse_recording("the step makes a snapshot")
         connections.check_open()
         # A known loss is handled first, so that no snapshot is started that cannot become complete.

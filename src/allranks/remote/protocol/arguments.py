@@ -118,7 +118,10 @@ def form_of(value: Any, is_number: bool = False, floats_matter: bool = True) -> 
         return [code, str(value).removeprefix("torch.")]
     if code == COMPLEX:
         return [COMPLEX, value.real, value.imag]
-    raise TypeError(f"{type(value).__name__} cannot be an argument of an operation on a worker")
+    raise TypeError(
+        f"{type(value).__name__} cannot be an argument of an operation on a worker.\n"
+        "  Call the operation in a function that mw.remote() runs on the worker."
+    )
 
 
 def constant_of(form: Form, device: torch.device) -> Any:
@@ -151,7 +154,7 @@ class Visitor(Protocol[T]):
 
 
 def visit(form: Form, visitor: Visitor[T]) -> T:
-    """Read a form, in the order in which calls pass tensors and numbers."""
+    """Convert a form with a visitor, in the order in which calls pass tensors and numbers. Return the result."""
     code = form[0]
     if code == TENSOR:
         return visitor.tensor()
@@ -190,7 +193,7 @@ def number_codes(forms: Iterable[Form]) -> str:
 
 
 def packed_as(values: Sequence[Any]) -> str:
-    """Return the `struct` format of the numbers themselves, as the master has them."""
+    """Return the `struct` format of some numbers, by their Python types: a float as FLOAT, others as INTEGER."""
     return "".join(NUMBERS[FLOAT if type(each) is float else INTEGER] for each in values)
 
 

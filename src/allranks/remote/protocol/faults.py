@@ -22,7 +22,7 @@ class Poison(NamedTuple):
 
 
 class Poisoned(Exception):
-    """A command has used a poisoned tensor."""
+    """A command needs a tensor, snapshot or group that could not be created."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
@@ -88,7 +88,7 @@ def error_of(fault: Fault, line: str, raw: bool, more: int = 0) -> Exception:
 
 
 def _original(fault: Fault) -> Exception | None:
-    """Return the original exception, if its type is one of Python or torch."""
+    """Recreate the exception that the worker raised; None if its type is neither built in nor torch's."""
     for space in (builtins, torch, torch.linalg, torch._C):
         kind = getattr(space, fault.kind, None)
         if isinstance(kind, type) and issubclass(kind, Exception):

@@ -172,8 +172,8 @@ def _refuse_memory() -> None:
             return made(cls, *args, **kwargs)
         if torch.device(device).type == "worker":
             raise UsageError(
-                f"a storage cannot be created on {device}: its memory is in another process.\n  Create a tensor:"
-                f" torch.empty(n, dtype=torch.uint8, device={str(device)!r})"
+                f"a storage cannot be created on {device}: its memory is in another process.\n"
+                f"  Create a tensor instead: torch.empty(n, dtype=torch.uint8, device={str(device)!r})."
             )
         return made(cls, *args, device=device, **kwargs)  # type: ignore[call-arg]
 

@@ -206,7 +206,10 @@ def _make_elsewhere(op: Any, args: Any, kwargs: Any) -> Any:
     known = facts(op)
     device = kwargs.get("device")
     if not known.factory or device is None:
-        raise NotImplementedError(f"{known.name}: the result cannot be on another device than the operands")
+        raise NotImplementedError(
+            f"{known.name}: the result cannot be on another device than the operands.\n"
+            "  Omit device=, and move the result with .to()."
+        )
 
     def similar_operand(value: Any) -> Any:
         if not isinstance(value, Handle):

@@ -70,7 +70,7 @@ def shard(x: Handle, rank: int) -> Handle:
         UsageError: The worker is not in the group.
     """
     if rank not in x._place.ranks:
-        raise UsageError(f"the tensor is on {x._place}, not on worker:{rank}")
+        raise UsageError(f"shard: the tensor is on {x._place}, not on worker:{rank}")
     made: Handle = apply_linear(
         lambda whole: as_view(whole, part(whole, rank)), partial(zero_padded, x._place, rank), x
     )

@@ -238,7 +238,7 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
     if found.type != "cuda":
         raise UsageError(
             f"{_worker(device)} computes on a CPU, which has no compute capability.\n"
-            f"  Use get_device_properties().capability, its instruction set: {found.capability!r}"
+            f"  Use get_device_properties().capability, its instruction set: {found.capability!r}."
         )
     major, minor = found.capability
     return major, minor
@@ -565,9 +565,11 @@ class Event(torch.Event):
                 ``enable_timing=False``.
         """
         if not (self._timed and end._timed):
-            raise UsageError("both events must be created with enable_timing=True")
+            raise UsageError("elapsed_time: both events must be created with enable_timing=True")
         if self._place is not end._place:
-            raise UsageError("the clocks of different workers differ: both events must be recorded on the same worker")
+            raise UsageError(
+                "elapsed_time: the clocks of different workers differ: both events must be recorded on the same worker"
+            )
         return (end._when() - self._when()) * 1e3  # type: ignore[no-any-return]
 
     def ipc_handle(self) -> bytes:
@@ -575,7 +577,7 @@ class Event(torch.Event):
 
     def _when(self) -> float:
         if self._place is None:
-            raise UsageError("the event has not been recorded")
+            raise UsageError("elapsed_time: an event has not been recorded.\n  Call record() on both events first.")
         return float(self._place.master.connections.request(self._place, "marked", event=self._number))
 
     def _forget(self) -> None:

@@ -48,6 +48,10 @@ __all__ = ["Interpreter", "serve"]
 _CHUNK = 1 << 18  # bytes of the receive buffer, which grows for larger messages
 _COUNTED = 64  # commands after which the count that other processes read is updated
 _NEEDS_AUTOGRAD = {"mkldnn_rnn_layer"}
+_WRONG_META = (
+    "If the operator is your own, correct its fake (meta) implementation. Otherwise report it with the output of"
+    " `allranks doctor`."
+)
 
 
 def _encode_result(value: Any) -> Any:
@@ -56,7 +60,10 @@ def _encode_result(value: Any) -> Any:
         return describe(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"the result is a {type(value).__name__}, but workers can only return tensors and numbers")
+    raise TypeError(
+        f"the result is a {type(value).__name__}, but workers can only return tensors and numbers.\n"
+        "  Call the operator in a function that mw.remote() runs on the worker."
+    )
 
 
 class Interpreter(WorkerState):
@@ -306,7 +313,7 @@ class Interpreter(WorkerState):
                 " define it with torch.library.custom_op."
             ) from None
         if not isinstance(op, torch._ops.OpOverload):
-            raise TypeError(f"{name} is not an operator")
+            raise TypeError(f"{name} is not an operator.\n  Report it with the output of `allranks doctor`.")
         return _WithAutograd(op) if base in _NEEDS_AUTOGRAD else op
 
     def _compile(self, define: Define) -> CallTemplate:
@@ -354,15 +361,14 @@ class Interpreter(WorkerState):
         """Return a result in the form that the master expects, or raise an error."""
         dtype, shape, strides, _, bits = metas[which]
         if not isinstance(result, torch.Tensor):
-            raise TypeError(f"result {which} is {result!r}, but the master expects a tensor")
+            raise TypeError(f"result {which} is {result!r}, but the master expects a tensor.\n  {_WRONG_META}")
         same = list(result.shape) == shape and str(result.dtype) == f"torch.{dtype}"
         if same and list(result.stride()) == strides and wire.bits_of(result) == bits:
             return result
         # A converted result is a copy. A copy of a view would no longer share memory with its operand.
         if not same or bits or result._is_view():
             raise RuntimeError(
-                f"result {which} is {describe(result)}, but the master expects {metas[which]}.\n"
-                "  Report this operator to the developers of allranks."
+                f"result {which} is {describe(result)}, but the master expects {metas[which]}.\n  {_WRONG_META}"
             )
         self._converted_count += 1
         return result.new_empty_strided(shape, strides).copy_(result)

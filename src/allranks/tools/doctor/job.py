@@ -53,7 +53,7 @@ def judge_variables(environ: Mapping[str, str]) -> Finding:
     except ConfigError as error:
         return fail(
             f"{described}: {str(error).splitlines()[0]}",
-            f"If these variables belong to another job: unset {' '.join(there)}",
+            f"If these variables belong to another job, run `unset {' '.join(there)}`.",
         )
     known = [variable.name for variable in VARIABLES]
     unknown = [n for n in environ if n.startswith("ALLRANKS_") and n not in known and not n.startswith(_OF_TESTS)]
@@ -100,11 +100,11 @@ def leftovers() -> Finding:
     findings = []
     if lost:
         findings.append("ranks without a launcher: " + ", ".join(f"{pid} ({command})" for pid, command in lost.items()))
-        advice.append(f"If no job of yours needs them: kill {' '.join(map(str, lost))}.")
+        advice.append(f"If no job of yours needs them, run `kill {' '.join(map(str, lost))}`.")
     if files:
         size = sum(file.stat().st_size for file in files if file.exists())
         findings.append(f"{len(files)} files in /dev/shm that no process uses, {size / (1 << 20):.0f} MiB")
-        advice.append(f"rm {' '.join(str(file) for file in files[:5])}{' ...' if len(files) > 5 else ''}")
+        advice.append(f"Run `rm {' '.join(str(file) for file in files[:5])}{' ...' if len(files) > 5 else ''}`.")
     return warn("; ".join(findings), " ".join(advice))
 
 

@@ -117,7 +117,8 @@ def judge_memory(total: int, free: int, limit: tuple[int, int] | None) -> Findin
     if left < _LOW_MEMORY:
         return warn(
             described,
-            "A rank that imports torch needs 0.3 GB or more. The kernel kills ranks if memory runs out (exit 137).",
+            "The kernel kills ranks if memory runs out (exit 137). A rank that imports torch needs 0.3 GB or more: "
+            "start fewer ranks, or request more memory.",
         )
     return ok(described)
 
@@ -153,7 +154,7 @@ def shared_memory() -> Finding:
         # The same system call as in the native engine, which does not use /dev/shm.
         descriptor = os.memfd_create("allranks-doctor")
     except OSError as error:
-        return fail(f"memfd_create: {error.strerror}", "Allow this system call (seccomp profile of the container)")
+        return fail(f"memfd_create: {error.strerror}", "Allow this system call (seccomp profile of the container).")
     try:
         _fill(descriptor, _TRIED)
     finally:
@@ -161,14 +162,16 @@ def shared_memory() -> Finding:
     took = time.perf_counter() - began
     described = f"{_TRIED // _MB} MiB mapped and written"
     if took > _SLOW_S:
-        return warn(f"{described} in {took:.1f} s", "The host is short of memory and swaps. Check: free -m; vmstat 1")
+        return warn(
+            f"{described} in {took:.1f} s", "The host is short of memory and swaps. Check `free -m` and `vmstat 1`."
+        )
     return ok(described)
 
 
 def dev_shm() -> Finding:
     """Check /dev/shm, which workers of torch's DataLoader, NCCL and MPI use."""
     if not _SHM.is_dir():
-        return warn("no /dev/shm", "Mount it: mount -t tmpfs tmpfs /dev/shm. allranks itself does not need it.")
+        return warn("no /dev/shm", "Run `mount -t tmpfs tmpfs /dev/shm`. allranks itself does not need it.")
     space = os.statvfs(_SHM)
     total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
     # A nearly full file system is not tested, because a program that writes to it while it is full gets a bus error.
@@ -221,14 +224,16 @@ def open_files() -> Finding:
             taken.append(os.dup(null))
     except OSError as error:
         opened = len(taken)
-        return fail(f"after {opened} more: {error.strerror}; limit {_limit(soft, '')}", f"ulimit -n {_LOW_FILES}")
+        return fail(
+            f"after {opened} more: {error.strerror}; limit {_limit(soft, '')}", f"Run `ulimit -n {_LOW_FILES}`."
+        )
     finally:
         for descriptor in taken:
             os.close(descriptor)
     described = f"limit {_limit(soft, '')} (hard limit {_limit(hard, '')}); {wanted} opened"
     if soft != resource.RLIM_INFINITY and soft < _LOW_FILES:
         return warn(
-            described, f"Jobs of hundreds of ranks, and DataLoader's workers, need more: ulimit -n {_LOW_FILES}"
+            described, f"Jobs of hundreds of ranks, and DataLoader's workers, need more. Run `ulimit -n {_LOW_FILES}`."
         )
     return ok(described)
 
@@ -242,9 +247,11 @@ def processes() -> Finding:
         left = int(most) - int(current.read_text())
         described += f"; limit of the container {most}, {left} left"
         if left < 256:
-            return warn(described, "Every rank starts threads. docker run --pids-limit=-1; systemd: TasksMax=infinity.")
+            return warn(
+                described, "Every rank starts threads. Use docker run --pids-limit=-1; in systemd, TasksMax=infinity."
+            )
     if soft != resource.RLIM_INFINITY and soft < 1024:
-        return warn(described, "Every rank starts threads: ulimit -u 4096")
+        return warn(described, "Every rank starts threads. Run `ulimit -u 4096`.")
     return ok(described)
 
 

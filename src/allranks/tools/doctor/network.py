@@ -102,7 +102,7 @@ def ports() -> Finding:
             except OSError as error:
                 return fail(
                     f"{address}: this host cannot connect to its own port: {error}",
-                    "Loopback is down: ip link set lo up"
+                    "Loopback is down. Run `ip link set lo up`."
                     if error.errno == errno.ENETUNREACH
                     else "A firewall may block the connection. Check: nft list ruleset, or iptables -L.",
                 )
@@ -142,7 +142,9 @@ def judge_port(port: int, ephemeral: tuple[int, int], error: OSError | None) -> 
         error: The error of binding the port.
     """
     if error is not None and error.errno == errno.EADDRINUSE:
-        return warn(f"{port} is taken", f"A running or hanging job holds it: ss -ltnp 'sport = :{port}' shows which.")
+        return warn(
+            f"{port} is taken", f"Find its process with `ss -ltnp 'sport = :{port}'`, or set another MASTER_PORT."
+        )
     if error is not None:
         return fail(f"{port}: {error.strerror}", "Choose another port: MASTER_PORT=29501.")
     if ephemeral[0] <= port <= ephemeral[1]:

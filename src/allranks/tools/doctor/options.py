@@ -37,11 +37,11 @@ def parse(argv: Sequence[str]) -> DoctorOptions:
     parser = _parser()
     given = parser.parse_args(argv)
     if given.nproc is not None and given.nproc < 1:
-        parser.error("-n must be at least 1")
+        parser.error(f"-n must be at least 1, not {given.nproc}")
     if not given.timeout > 0:
-        parser.error("--timeout must be positive")
+        parser.error(f"--timeout must be positive, not {given.timeout:g}")
     if given.megabytes < 1:
-        parser.error("--megabytes must be at least 1")
+        parser.error(f"--megabytes must be at least 1, not {given.megabytes}")
     if why := output_problem(given.json, given.plot):
         parser.error(why)
     return DoctorOptions(given.nproc, given.json, given.plot, given.timeout, given.megabytes << 20)

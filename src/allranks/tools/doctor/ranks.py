@@ -131,7 +131,11 @@ def judge_clock(host: str, ahead_s: float, error_s: float) -> DoctorLine:
     measured = f"{abs(ahead_s) * 1e3:.2f} ms {way} rank 0's, +- {error_s * 1e3:.2f} ms"
     if abs(ahead_s) - error_s > _SKEW_S:
         return DoctorLine(
-            "clock", "warn", measured, "Synchronize the clocks of the hosts with chrony or ntpd: chronyc makestep", host
+            "clock",
+            "warn",
+            measured,
+            "Synchronize the clocks of the hosts with chrony (`chronyc makestep`) or ntpd.",
+            host,
         )
     return DoctorLine("clock", "ok", measured, where=host)
 
@@ -144,7 +148,7 @@ def _failure(name: str, error: Exception, reporter: str) -> DoctorLine:
         "FAIL",
         text if is_allranks_error else f"{type(error).__name__}: {text}",
         " ".join(advice.split())
-        or "Check that it is running and that the hosts can connect to each other (see ports, interfaces).",
+        or "Check that all ranks are running, and that the hosts can connect to each other (see ports, interfaces).",
         reporter,
     )
 

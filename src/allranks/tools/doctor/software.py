@@ -72,7 +72,7 @@ def torch() -> Finding:
 
     described = f"{torch.__version__}, git {torch.version.git_version}, {Path(torch.__file__).parent}"
     if tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2]) < _OLDEST_TORCH:
-        return fail(described, f"allranks needs torch {'.'.join(map(str, _OLDEST_TORCH))} or newer.")
+        return fail(described, f"Install torch {'.'.join(map(str, _OLDEST_TORCH))} or newer.")
     return ok(described)
 
 
@@ -100,9 +100,9 @@ def gpus() -> Finding:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return warn(
             f"{described}; this host has /dev/nvidia*",
-            "nvidia-smi shows whether the driver works and is new enough for this CUDA."
+            "Check with nvidia-smi whether the driver works and is new enough for this CUDA."
             if visible is None
-            else f"CUDA_VISIBLE_DEVICES={visible!r} hides them.",
+            else f"CUDA_VISIBLE_DEVICES={visible!r} hides them. Unset it to use them.",
         )
     return ok(described)
 
@@ -153,7 +153,7 @@ def judge_mpi(library: str | None, launchers: Mapping[str, str], refuses_root: b
     loaded = mpi_name(library)
     described = f"mpi4py loads {loaded}; {runs}"
     if loaded.startswith("unknown"):
-        return fail(described, f"{sys.executable} -c 'from mpi4py import MPI' shows what is wrong with it.")
+        return fail(described, f"Run {sys.executable} -c 'from mpi4py import MPI' to see what is wrong with it.")
     if not found:
         return warn(described, "Add the bin folder of that MPI to the PATH. Otherwise mpirun cannot start its ranks.")
     first = next(iter(found.values()))
@@ -162,12 +162,14 @@ def judge_mpi(library: str | None, launchers: Mapping[str, str], refuses_root: b
         return fail(
             described,
             "With another MPI's mpirun every process is rank 0 of 1. Put the right mpirun first on the PATH, or build "
-            f"mpi4py against {first}: pip install --no-binary mpi4py --force-reinstall mpi4py",
+            f"mpi4py against {first} (pip install --no-binary mpi4py --force-reinstall mpi4py).",
         )
     if first != loaded:
         return warn(described, "Two versions of one MPI: start ranks with the mpirun of the one that mpi4py loads.")
     if len(set(found.values())) > 1:
-        return warn(described, "More than one MPI is on the PATH. On other hosts, another one may be first.")
+        return warn(
+            described, "More than one MPI is on the PATH, and on other hosts another one may be first. Keep only one."
+        )
     return ok(described)
 
 

@@ -79,7 +79,10 @@ def parse(argv: Sequence[str]) -> SubmitOptions:
     if not submission.containers:  # the contents of an image are not visible here
         check(target)
     if not submission.containers and (given.image or given.namespace):
-        raise ConfigError(f"--image and --namespace are options for Kubernetes: use --to k8s, not --to {to.name}")
+        raise ConfigError(
+            f"--image and --namespace are options for Kubernetes, not for --to {to.name}.\n"
+            "  Use --to k8s, or omit the options."
+        )
     inside = sys.prefix != sys.base_prefix
     job = Job(
         name=name,
@@ -158,12 +161,18 @@ def _per_host(given: argparse.Namespace) -> int:
     each: int = given.nproc_per_node or max(given.gpus, 1)
     hosts = int(given.nodes) - int(given.spares)
     if hosts < 1:
-        raise ConfigError(f"--spares {given.spares}: of {given.nodes} hosts (-N), at least one must run ranks")
+        raise ConfigError(
+            f"--spares {given.spares}: no host is left for ranks, because the job has {given.nodes} hosts (-N).\n"
+            "  Reduce --spares, or increase -N."
+        )
     if given.nproc is None:
         return each
     if given.nproc % hosts or given.nproc_per_node not in (None, given.nproc // hosts):
         also = f", of {given.nproc_per_node} each" if given.nproc_per_node else ""
-        raise ConfigError(f"{given.nproc} ranks (-n) cannot be distributed evenly over {hosts} hosts{also}")
+        action = "Omit -n or --nproc-per-node" if also else f"Change -n to a multiple of {hosts}"
+        raise ConfigError(
+            f"{given.nproc} ranks (-n) cannot be distributed evenly over {hosts} hosts{also}.\n  {action}."
+        )
     return int(given.nproc) // hosts
 
 

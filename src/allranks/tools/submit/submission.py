@@ -38,8 +38,9 @@ def submit_job(scheduler: Scheduler, text: str, job: Job, quiet: bool = False) -
     command = scheduler.submission.command
     if shutil.which(command[0]) is None:
         raise ConfigError(
-            f"{command[0]} is not installed on this host: run this on a host where jobs are submitted, or omit --now"
-            " and copy the file (--file) to that host"
+            f"{command[0]} is not installed on this host.\n"
+            "  Run this command on a host where jobs are submitted, or omit --now and copy the file (--file)"
+            " to that host."
         )
     # The stderr of the command is not captured, so the user sees its errors immediately.
     completed = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=False)
@@ -85,6 +86,7 @@ def parse_job_id(submission: Submission, output: str) -> str:
     match = re.search(submission.id, output, re.MULTILINE)
     if match is None:
         raise ConfigError(
-            f"{submission.command[0]} accepted the job, but its output has no known job id: {output.strip()!r}"
+            f"{submission.command[0]} accepted the job, but its output has no known job id: {output.strip()!r}.\n"
+            "  Find the job in the queue by its name."
         )
     return match[1]

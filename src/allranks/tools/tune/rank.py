@@ -159,7 +159,8 @@ class _Rank:
             put(f"{name:20} {'never' if value == NEVER else value}\n")
         if noise:
             print(
-                f"allranks tune: warning: {'; '.join(noise)}: the results may be noise. Run it again on an idle host",
+                f"allranks tune: warning: {'; '.join(noise)}: the results may be noise.\n"
+                "  Run it again on an idle host.",
                 file=sys.stderr,
             )
         put(f"Written to {path}. To use it: export ALLRANKS_TUNING={path.resolve()}\n")
