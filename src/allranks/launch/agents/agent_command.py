@@ -65,7 +65,7 @@ def explain(command: RemoteCommand, host: str, python: str, code: int | None, st
         command: the command that started it.
         host: the host.
         python: the interpreter.
-        code: the exit code of the command; None if it still runs.
+        code: the exit code of the command; None if it still runs, although the connection has ended.
         stderr: the output of the command on stderr.
     """
     last = last_message(stderr)
@@ -78,7 +78,7 @@ def explain(command: RemoteCommand, host: str, python: str, code: int | None, st
         )
     if why := command.explain(host, code, stderr):
         return f"{host}: {why}"
-    state = "did not answer in time" if code is None else f"{command.name} exited with code {code}"
+    state = "its agent has closed the connection" if code is None else f"{command.name} exited with code {code}"
     return f"{host}: {state}{': ' + last if last else ''}"
 
 

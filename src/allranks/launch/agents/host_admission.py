@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -116,9 +117,9 @@ class HostAdmission(AgentLinks):
                     names = [host.name for host in self.hosts if host.hello is None]
                     absent = ", ".join(names or [host.name for host in self.hosts])
                     self._read_all_stderr()
-                    raise ConfigError(
-                        explain(starter.command, absent, "", code, starter.stderr_text.decode(errors="replace"))
-                    )
+                    text = starter.stderr_text.decode(errors="replace")
+                    # A shared starter runs this interpreter on all hosts.
+                    raise ConfigError(explain(starter.command, absent, sys.executable, code, text))
             left = until - time.monotonic()
             if left <= 0:
                 raise ConfigError(self._missing_hosts_text() if missing is None else missing())

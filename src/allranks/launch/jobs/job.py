@@ -244,8 +244,8 @@ def _run_among(options: Options, place: LaunchContext, nodes: tuple[int, int]) -
             # If the port is in use, host 0's launcher may run here already, and this process joins it.
             if sure or error.errno != errno.EADDRINUSE:
                 raise ConfigError(
-                    f"cannot listen on port {ports[0]}: {str(error.strerror).lower()}.\n  Select another port with"
-                    " --master-port, the same on all hosts."
+                    f"cannot listen on port {', '.join(map(str, ports))}: {str(error.strerror).lower()}.\n"
+                    "  Select another port with --master-port, the same on all hosts."
                 ) from None
     # The name of a pod resolves only with its domain, which is this pod's domain.
     names = dict.fromkeys([name or "127.0.0.1"] if options.leader else [name, with_domain(name, socket.getfqdn())])
