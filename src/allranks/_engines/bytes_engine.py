@@ -21,6 +21,7 @@ from torch import Tensor
 from allranks._base.errors import AllranksError, TimeoutError
 from allranks._call.types import ReduceOp
 from allranks._engines.flat import ON_BITS, ON_BOOLS, ON_NUMBERS, FlatEngine, FlatWork, Progress, as_bytes
+from allranks._engines.flat_calls import GroupTimeout
 
 if TYPE_CHECKING:
     from allranks._engines.spec import GroupSetup
@@ -164,7 +165,7 @@ class BytesEngine(FlatEngine):
         return _Limited(self, self.receive_bytes(into, source, tag))
 
     def explain(self, error: BaseException, verb: str) -> NoReturn:
-        if isinstance(error, _Late):
+        if isinstance(error, GroupTimeout):
             raise TimeoutError(
                 f"{self.here(verb)}: another rank did not call within {self.timeout_s:g} s"
                 f"{', and the group cannot be used any more' if self._lost else ''}.\n"
@@ -222,10 +223,6 @@ class BytesEngine(FlatEngine):
         return self._exchanged(gives, rows.unbind(), own, lambda: result.copy_(_combined(rows, op)))
 
 
-class _Late(RuntimeError):
-    """The group's timeout has expired."""
-
-
 class _Limited(Progress):
     """A call with the group's timeout, and with an action on this rank when its bytes have arrived."""
 
@@ -245,7 +242,7 @@ class _Limited(Progress):
             # Summed over the slices of the wait, which are short so that Ctrl-C is noticed.
             self._waited_s += time.monotonic() - began
             if self._waited_s >= self._engine.timeout_s:
-                raise _Late
+                raise GroupTimeout
             return False
         with self._lock:  # if several threads wait, only one of them combines the operands
             then, self._then = self._then, None

@@ -27,12 +27,16 @@ from allranks._engines.recording import EngineRecording, Subject
 if TYPE_CHECKING:
     from allranks._rendezvous.rendezvous import Member
 
-__all__ = ["FlatCalls", "FlatWork", "Progress"]
+__all__ = ["FlatCalls", "FlatWork", "GroupTimeout", "Progress"]
 
 _SLICE_S = 0.1  # seconds; a wait inside an engine may not notice signals, so Python checks for Ctrl-C at this interval
 _MANY_PENDING = 64  # number of pending works from which on each call checks which of them have finished without a wait
 # Bytes of the description of a call in debug mode, the same on all ranks, because all_gather needs equal sizes
 _TEXT_BYTES = 80
+
+
+class GroupTimeout(RuntimeError):
+    """A call has not completed within the group's timeout. Internal: users receive a TimeoutError."""
 
 
 class Progress(abc.ABC):

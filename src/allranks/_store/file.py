@@ -35,7 +35,7 @@ from allranks._base.files import plain_file
 from allranks._base.forks import Descriptor, follow, forks, refusal
 from allranks._base.system import reason
 from allranks._base.system import refusal as limit_refusal
-from allranks._store.stores import Store
+from allranks._store.stores import Store, UserToken
 from allranks._store.table import KeyTable
 from allranks._store.wire import (
     FRAME_LIMIT,
@@ -76,10 +76,6 @@ _decode: Callable[[bytes], Request | _UserJoined | _UserLeft] = msgspec.msgpack.
 ).decode
 
 
-class _UserToken:
-    """A token that the store and its clones share. Its finalizer runs when the last of them is garbage-collected."""
-
-
 class FileStore(Store):
     """A store in a file, for the processes of one host or of hosts that share a file system.
 
@@ -105,7 +101,7 @@ class FileStore(Store):
         self._log = _Log(self._path)
         # This record creates the file, so a wrong path is reported here and not by the first request.
         self._log.write(_UserJoined(), self.timeout_s)
-        self._user_token = _UserToken()
+        self._user_token = UserToken()
         self._finalizer = weakref.finalize(self._user_token, self._log.leave, world_size)
 
     @property

@@ -51,7 +51,7 @@ from allranks._store.wire import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ForeignStore", "HashStore", "PrefixStore", "Store"]
+__all__ = ["ForeignStore", "HashStore", "PrefixStore", "Store", "UserToken"]
 
 _ReplyT = TypeVar("_ReplyT", RequestDone, FoundValues, FoundNames)
 Timeout = timedelta | float
@@ -268,6 +268,10 @@ class Store(abc.ABC):
                 raise UsageError(f"{self}: {text}")
         assert isinstance(reply, kind), reply
         return reply
+
+
+class UserToken:
+    """A token that the store and its clones share. Its finalizer runs when the last of them is garbage-collected."""
 
 
 class HashStore(Store):

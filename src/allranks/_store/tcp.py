@@ -17,7 +17,7 @@ from allranks._base.timeouts import LONGEST_WAIT_S, seconds_of
 from allranks._net.secret import load_secret
 from allranks._store.client import StoreClient
 from allranks._store.server import StoreServer
-from allranks._store.stores import Store, Timeout
+from allranks._store.stores import Store, Timeout, UserToken
 from allranks._store.table import HIDDEN
 from allranks._store.wire import Reply, Request
 
@@ -61,10 +61,6 @@ class _Lease:
             if _tenants.get(self.server.port) is self:
                 del _tenants[self.server.port]
         self.server.close(_LINGER_S)  # without the lock, because it can take _LINGER_S
-
-
-class _UserToken:
-    """A token that the store and its clones share. Its finalizer runs when the last of them is garbage-collected."""
 
 
 class TCPStore(Store):
@@ -123,7 +119,7 @@ class TCPStore(Store):
             if lease is not None:
                 lease.release()
             raise
-        self._user_token = _UserToken()
+        self._user_token = UserToken()
         self._finalizer = weakref.finalize(self._user_token, _end, self._client, lease, forks())
         try:
             if world_size is not None:

@@ -188,7 +188,7 @@ class StorageWriter(storage.StorageWriter):
 
 
 @dataclasses.dataclass
-class _OpenSave:
+class _OpenDcpSave:
     """A save that the coordinator has begun.
 
     Attributes:
@@ -204,7 +204,7 @@ class _OpenSave:
     thread: threading.Thread
 
 
-_opened: dict[Path, _OpenSave] = {}
+_opened: dict[Path, _OpenDcpSave] = {}
 # Reentrant: a garbage collection inside `_open` may finalize an earlier writer, whose `_close` takes this lock, too.
 _guard = threading.RLock()
 
@@ -227,7 +227,7 @@ def _open(writer: StorageWriter, folder: Path, step: int) -> Path:
         with contextlib.ExitStack() as held:
             lock = held.enter_context(folders.hold_folder(folder, folder_claims.run_id()))
             partial = folders.new_partial(folder, step)
-            _opened[folder] = _OpenSave(partial, lock, held.pop_all(), threading.current_thread())
+            _opened[folder] = _OpenDcpSave(partial, lock, held.pop_all(), threading.current_thread())
     weakref.finalize(writer, _close, folder, partial)
     return partial
 

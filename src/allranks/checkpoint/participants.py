@@ -91,7 +91,7 @@ class _SingleProcess:
         return self
 
 
-class _AllranksGroup:
+class _AllranksRanks:
     def __init__(self, group: ProcessGroup) -> None:
         self.rank, self.size = group.rank(), group.size()
         self._group = group
@@ -120,10 +120,10 @@ class _AllranksGroup:
         duplicate.recreated_on_close = True
         # The save thread may be in a call on this group when the program closes the world.
         duplicate.before_close = before_close
-        return _AllranksGroup(duplicate)
+        return _AllranksRanks(duplicate)
 
 
-class _TorchGroup:
+class _TorchRanks:
     def __init__(self, group: Any) -> None:
         self._distributed: Any = torch.distributed
         self.rank, self.size = self._distributed.get_rank(group), self._distributed.get_world_size(group)
@@ -150,7 +150,7 @@ class _TorchGroup:
         # A checkpoint exchanges CPU tensors, which NCCL does not support.
         backend = "gloo" if self._distributed.get_backend(self._group) == "nccl" else None
         # use_local_synchronization: otherwise torch requires ranks outside of the group to call new_group, too.
-        return _TorchGroup(self._distributed.new_group(ranks, backend=backend, use_local_synchronization=True))
+        return _TorchRanks(self._distributed.new_group(ranks, backend=backend, use_local_synchronization=True))
 
 
 def _decoded(encoded: list[Any], kind: Any) -> list[Any]:
@@ -211,10 +211,10 @@ def error_text(error: BaseException) -> str:
 def participants_of(group: Any = None) -> Participants:
     """Return the ranks of a group. None: the world, or this process alone if there is no world."""
     if isinstance(group, ProcessGroup) or (group is None and is_initialized()):
-        return _AllranksGroup(resolve_group(group))
+        return _AllranksRanks(resolve_group(group))
     distributed: Any = torch.distributed
     if group is not None or (distributed.is_available() and distributed.is_initialized()):
-        return _TorchGroup(group)
+        return _TorchRanks(group)
     return single_process()
 
 

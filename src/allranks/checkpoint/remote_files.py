@@ -30,7 +30,7 @@ _MIN_RANGE_BYTES = 4 << 20  # minimum bytes: neighboring small tensors arrive in
 _CACHE_BYTES = 128 << 20  # bytes of received data that a rank keeps
 
 
-class _Request(NamedTuple):
+class _RangeRequest(NamedTuple):
     """Request of a rank: a range of bytes of a file."""
 
     file: int
@@ -48,7 +48,7 @@ class _RoundMessage(NamedTuple):
         process: Host and pid.
     """
 
-    request: _Request | None
+    request: _RangeRequest | None
     trouble: str
     is_usage: bool
     process: tuple[str, int]
@@ -78,7 +78,7 @@ class TransferRounds:
         # The sender may fail to read the file. It reports the failure in the next round, which raises.
         received = None
         while received is None:
-            _, received = self._round(_Request(file, begin, end))
+            _, received = self._round(_RangeRequest(file, begin, end))
         return received
 
     def finish(self, error: Exception | None = None) -> None:
@@ -99,7 +99,7 @@ class TransferRounds:
                     if error is None:
                         raise
 
-    def _round(self, request: _Request | None, error: Exception | None = None) -> tuple[bool, Tensor | None]:
+    def _round(self, request: _RangeRequest | None, error: Exception | None = None) -> tuple[bool, Tensor | None]:
         """Run one round. Return whether it was the last, and the received bytes.
 
         The bytes are None if this rank has requested nothing, or if the sender could not read them.
@@ -130,13 +130,13 @@ class TransferRounds:
         wait()
         return False, received[:-1] if received[-1] else None
 
-    def _sender(self, rank: int, request: _Request) -> int:
+    def _sender(self, rank: int, request: _RangeRequest) -> int:
         """Return the rank that sends a file to `rank`, one of the ranks that see the file."""
         holders = self._selected.holders[self._selected.manifest.files[request.file].share]
         # Spread the requesting ranks over the holders. All ranks compute the same sender.
         return holders[rank % len(holders)]
 
-    def _read(self, request: _Request) -> Tensor:
+    def _read(self, request: _RangeRequest) -> Tensor:
         data = torch.empty(request.end - request.begin + 1, dtype=torch.uint8, device="cpu")
         data[-1] = 1
         file = self._selected.manifest.files[request.file]

@@ -43,6 +43,7 @@ from allranks._call.types import ReduceOp
 from allranks._cluster.host import usable_cpus
 from allranks._engines.checks import CODES
 from allranks._engines.flat import FlatEngine, FlatWork, Progress
+from allranks._engines.flat_calls import GroupTimeout
 from allranks._engines.mpi import job
 from allranks._engines.mpi.job import lock, poll
 from allranks._engines.operands import Operands
@@ -417,7 +418,7 @@ class MpiEngine(FlatEngine):
             if time.monotonic() - progress.noticed >= _GRACE_S:
                 raise _Gone(gone)
         if waited_s >= self.timeout_s:
-            raise _Late
+            raise GroupTimeout
 
     def _gone(self, progress: _Requests) -> dict[int, str]:
         """Return the lost ranks without which the call cannot end, and what happened to them."""
@@ -443,7 +444,7 @@ class MpiEngine(FlatEngine):
                     f"{here}: {fates}.\n  Check the end of the output of {rank_list(sorted(error.ranks))}.",
                     next(iter(error.ranks)),
                 ) from None
-            case _Late():
+            case GroupTimeout():
                 raise TimeoutError(
                     f"{here}: another rank did not call within {self.timeout_s:g} s. MPI does not report which"
                     f"{', and the group cannot be used any more' if self._lost else ''}.\n"
@@ -506,10 +507,6 @@ class MpiEngine(FlatEngine):
 def _cancelled(work: FlatWork) -> bool:
     """Cancel a call if possible. Return whether it has ended."""
     return isinstance(work.progress, _Requests) and work.progress.cancel()
-
-
-class _Late(RuntimeError):
-    """The group's timeout has expired."""
 
 
 class _Gone(RuntimeError):

@@ -37,7 +37,7 @@ _OPEN = b"!"
 PATIENCE_S = 5.0  # seconds; a template that does not reply by then is stopped, or hangs in an import
 
 
-class _Request(msgspec.Struct, frozen=True, array_like=True):
+class _RankRequest(msgspec.Struct, frozen=True, array_like=True):
     wanted: RestartRank
     memory: str
     merged: bool  # stdout and stderr are one channel
@@ -115,7 +115,7 @@ class RankTemplate:
         # Before the request, because the new process is an orphan before the reply arrives.
         adopt_orphans(True)
         try:
-            socket.send_fds(self._sock, [msgspec.msgpack.encode(_Request(wanted, memory, merged))], fds)
+            socket.send_fds(self._sock, [msgspec.msgpack.encode(_RankRequest(wanted, memory, merged))], fds)
         except OSError:
             os.close(opener)
             return False
@@ -181,12 +181,12 @@ def _serve(sock: socket.socket, work: Iterator[object]) -> NewRank:
             if os.read(gate, 1) != _OPEN:
                 os._exit(0)
             os.close(gate)
-            return _new_rank(msgspec.msgpack.decode(data, type=_Request), streams)
+            return _new_rank(msgspec.msgpack.decode(data, type=_RankRequest), streams)
         for fd in fds:
             os.close(fd)
 
 
-def _new_rank(request: _Request, streams: list[int]) -> NewRank:
+def _new_rank(request: _RankRequest, streams: list[int]) -> NewRank:
     status, stacks, out, *rest = streams
     err = out if request.merged else rest[0]
     return NewRank(request.wanted, Pipes(out, err, status, stacks, {}, -1, -1, ()), request.memory)
