@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from allranks._trace import jobs
+from allranks._cluster import network
+from allranks._trace import inspection, jobs
 from allranks.launch.agents.inquiries import Inquiries
 from support import warm
 from support.launcher_process import Launcher
@@ -186,3 +187,27 @@ def test_another_user_gets_no_answer() -> None:
     out, err = stranger.communicate()
     assert out == "b''\n" or "Error" in err
     inquiries.close()
+
+
+def test_socket_names_that_are_not_text_do_not_disturb_the_search_for_jobs() -> None:
+    """Other programs may bind abstract sockets with any bytes as their name."""
+    inquiries = Inquiries()
+    try:
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(b"\0\x83\xc4 allranks-job")
+            assert os.getpid() in {job.pid for job in jobs.find()}
+    finally:
+        inquiries.close()
+
+
+def test_process_names_that_are_not_text_do_not_disturb_their_inspection() -> None:
+    program = "import sys\nopen('/proc/self/comm', 'wb').write(b'\\x83) \\xc4')\nprint('named', flush=True)\ninput()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"named\n"
+        assert Path(f"/proc/{process.pid}/comm").read_bytes() == b"\x83) \xc4\n"
+        assert inspection.process_state(process.pid) in ("running", "sleeping")
+        assert inspection.usage(process.pid, []).resident > 0
+        assert network._start_time(str(process.pid)).isdigit()
+        process.communicate(b"\n")

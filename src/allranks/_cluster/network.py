@@ -119,7 +119,7 @@ def _start_time(pid: str) -> str:
     """Return when a process started, in clock ticks since boot. "" if no such process is visible."""
     try:
         # The name of the program, in parentheses, may contain spaces. The start time is field 22.
-        return Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[19]
+        return Path(f"/proc/{int(pid)}/stat").read_text(errors="surrogateescape").rpartition(")")[2].split()[19]
     except (OSError, ValueError, IndexError):
         return ""
 

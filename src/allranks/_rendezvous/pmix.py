@@ -73,8 +73,8 @@ def _library() -> str:
     pid = os.getppid()
     while pid > 1:
         try:
-            maps = Path(f"/proc/{pid}/maps").read_text()
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            maps = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape")
+            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="surrogateescape").rpartition(")")[2].split()[1])
         except OSError:  # it belongs to another user, or has just exited
             break
         for line in maps.splitlines():

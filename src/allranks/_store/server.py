@@ -491,5 +491,5 @@ def _port_holder(port: int) -> str:
     for pid in filter(str.isdecimal, os.listdir("/proc")) if sockets else ():
         with suppress(OSError):  # a process of another user, or one that has just exited
             if any(os.readlink(f"/proc/{pid}/fd/{fd}") in sockets for fd in os.listdir(f"/proc/{pid}/fd")):
-                return f", held by pid {pid} ({Path(f'/proc/{pid}/comm').read_text().strip()})"
+                return f", held by pid {pid} ({Path(f'/proc/{pid}/comm').read_text(errors='replace').strip()})"
     return ""

@@ -142,7 +142,7 @@ def call_state(call: RecordedCall, groups: dict[int, RecordedGroup], now: float)
 def process_state(pid: int) -> str:
     """Return the state of a process, as a word, as the kernel reports it."""
     try:
-        with open(f"/proc/{pid}/status") as file:
+        with open(f"/proc/{pid}/status", errors="surrogateescape") as file:
             status = dict(line.rstrip("\n").partition(":\t")[::2] for line in file)
     except OSError:
         return "gone"
@@ -157,7 +157,7 @@ def usage(pid: int, groups: Sequence[RecordedGroup]) -> Usage:
     totals = [total for group in groups for verb, total in group.totals.items() if verb != COMMAND]
     commands = sum(group.totals[COMMAND].calls for group in groups if COMMAND in group.totals)
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", errors="surrogateescape") as file:
             # The program's name, in parentheses, may contain spaces. After it, word 0 is field 3 (the state).
             words = file.read().rpartition(") ")[2].split()
         with open(f"/proc/{pid}/statm") as file:

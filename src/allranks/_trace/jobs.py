@@ -90,7 +90,7 @@ def own_address(number: int) -> str:
 def find() -> list[RunningJob]:
     """Return the jobs of this user on this host, oldest first."""
     found: dict[tuple[int, int], RunningJob] = {}
-    with open("/proc/net/unix") as file:
+    with open("/proc/net/unix", errors="surrogateescape") as file:
         for line in file:
             match = _NAME.search(line.rstrip("\n"))
             if match is not None and int(match[1]) == os.geteuid():

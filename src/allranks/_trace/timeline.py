@@ -242,7 +242,7 @@ def _is_of_this_host(process: RecordedProcess) -> bool:
 def _is_written(path: Path, pid: int) -> bool:
     """Return whether the process that writes the file is alive. Its pid alone may belong to another process by now."""
     try:
-        return str(path.resolve()) in Path(f"/proc/{pid}/maps").read_text()
+        return str(path.resolve()) in Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape")
     except OSError:
         return False
 

@@ -182,7 +182,7 @@ def _place_of(pid: int) -> str:
 
 def _catches(pid: int) -> bool:
     """Return whether the process has a handler for the signal. Without one, the signal would terminate the process."""
-    with open(f"/proc/{pid}/status") as file:
+    with open(f"/proc/{pid}/status", errors="surrogateescape") as file:
         status = dict(line.rstrip("\n").partition(":\t")[::2] for line in file)
     return bool(int(status.get("SigCgt", "0"), 16) >> (DUMP - 1) & 1)
 

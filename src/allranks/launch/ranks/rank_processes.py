@@ -385,7 +385,7 @@ def _no_stacks_reason(pid: int, stacks: int) -> str:
         pid: pid of the process.
         stacks: the descriptor from which the stacks are read; -1 if the process has closed its end.
     """
-    with open(f"/proc/{pid}/status") as file:
+    with open(f"/proc/{pid}/status", errors="surrogateescape") as file:
         status = dict(line.rstrip("\n").partition(":\t")[::2] for line in file)
     if status["State"].startswith(("T", "t")):
         return f"is stopped (pid {pid}: SIGSTOP, a terminal or a debugger) and cannot report its stacks"

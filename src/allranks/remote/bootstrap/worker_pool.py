@@ -140,7 +140,7 @@ def read_status(pid: int) -> int | None:
     the exit code is the last field.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="surrogateescape").rpartition(")")[2].split()
     except OSError:  # the process no longer exists
         return None
     return os.waitstatus_to_exitcode(int(fields[-1])) if fields[0] == "Z" else None

@@ -634,7 +634,7 @@ def _process_state(worker: WorkerConnection) -> str:
         return ""
     try:
         # The field before the state is the command name, which may itself contain spaces and parentheses (proc(5)).
-        state = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{worker.pid}/stat").read_text(errors="surrogateescape").rpartition(")")[2].split()[0]
     except OSError:
         return ""
     return {"T": "; it is stopped (SIGSTOP)", "t": "; a debugger has stopped it", "R": "; it is running"}.get(state, "")

@@ -176,7 +176,7 @@ def memory(worker: WorkerState, data: memoryview) -> dict[str, int]:
 
 def _kernel_table(path: str) -> dict[str, int]:
     """Return the values of a kernel file that are in kB, in bytes, by name."""
-    rows = [line.partition(":") for line in Path(path).read_text().splitlines()]
+    rows = [line.partition(":") for line in Path(path).read_text(errors="surrogateescape").splitlines()]
     return {name: int(value.split()[0]) << 10 for name, _, value in rows if value.endswith(" kB")}
 
 
