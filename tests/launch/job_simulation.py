@@ -369,7 +369,7 @@ class SimulatedRound:
             screen=self.screen,  # type: ignore[arg-type]
             reporter=Reporter(put=lambda text: None),
             control=SimulatedTerminal(self) if job.local else None,  # type: ignore[arg-type]
-            store=SimpleNamespace(put=lambda key, value: None),  # type: ignore[arg-type]
+            store=SimpleNamespace(set_locally=lambda key, value: None),  # type: ignore[arg-type]
             inquiries=NoInquiries,  # type: ignore[arg-type]
             signals=self.handle_signals,
             clock=lambda: self.now,

@@ -48,13 +48,14 @@ def test_tuning_file_is_read_by_groups(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     ended = warm.run([*TUNE, "-n", "9", "--budget", "0.005", "-o", str(file)], timeout=120)
     assert ended.returncode == 0, ended.stderr
-    lines = ended.stderr.splitlines()  # other tests can run concurrently, so a warning is permitted
-    assert [line for line in lines if "allranks tune: warning: " not in line] == []
+    # Other tests can run concurrently, so a warning and its action are permitted.
+    permitted = ("allranks tune: warning: ", "  Run it again on an idle host.")
+    assert [line for line in ended.stderr.splitlines() if not line.startswith(permitted)] == []
     assert f"export ALLRANKS_TUNING={file}" in ended.stdout
     whole = json.loads(file.read_text())
     assert set(whole["measured_us"]["meetings"]) == {"2", "4", "8", "9"}
     assert {"one_shot", "one_shot_of_all"} < set(whole["tuning"])
-    assert bool(whole["noise"]) == bool(lines)
+    assert bool(whole["noise"]) == bool(ended.stderr)
     tuning = read_tuning({"ALLRANKS_TUNING": str(file)})
     assert tuning.one_shot == whole["tuning"]["one_shot"]
     run_ranks(2, dist.barrier, env={"ALLRANKS_TUNING": str(file)})
