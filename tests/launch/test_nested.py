@@ -21,8 +21,8 @@ os.write(1, f"of {sys.argv[1]}: rank {dist.get_rank()} of {dist.get_world_size()
 
 OUTER = """
 import os, subprocess, sys
-import torch, allranks as dist
 if os.environ["JOINED"] == "1":  # the outer job continues after the inner ones
+    import torch, allranks as dist
     dist.init_process_group(timeout=60)
 code = subprocess.run([*sys.argv[1:], "inner.py", os.environ["RANK"]], timeout=100).returncode
 if os.environ["JOINED"] == "1":
@@ -75,29 +75,30 @@ def _assert_own_jobs(out: str, outer: int) -> None:
             assert out.count(line) == 1, out
 
 
-@pytest.mark.parametrize("joined", ["0", "1"])
+# Each case starts processes that import torch, so not every pair of values is a case.
 @pytest.mark.parametrize(
-    "inner",
+    ("inner", "joined"),
     [
-        pytest.param([*RUN, "-n", "2"], id="allranks run"),
-        pytest.param([sys.executable, "-m", "allranks", "torchrun", "--nproc-per-node", "2"], id="allranks torchrun"),
-        pytest.param([*TORCHRUN, "--nproc-per-node", "2"], id="torchrun"),
+        pytest.param([*RUN, "-n", "2"], "0", id="allranks run, before the outer world exists"),
+        pytest.param([*RUN, "-n", "2"], "1", id="allranks run"),
+        pytest.param(
+            [sys.executable, "-m", "allranks", "torchrun", "--nproc-per-node", "2"], "1", id="allranks torchrun"
+        ),
+        pytest.param([*TORCHRUN, "--nproc-per-node", "2"], "1", id="torchrun"),
     ],
 )
 def test_launcher_in_a_rank_starts_a_separate_job(tmp_path: Path, inner: list[str], joined: str) -> None:
     _assert_own_jobs(_run(tmp_path, *RUN, "-n", "2", "outer.py", *inner, JOINED=joined), 2)
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
-@pytest.mark.parametrize("outer", [1, 2])
+@pytest.mark.parametrize(("mpi", "outer"), [("openmpi", 2), ("mpich", 1)])
 def test_mpirun_in_a_rank_starts_a_separate_job(tmp_path: Path, mpi: str, outer: int) -> None:
     mpirun = [str(Path(python_with(mpi)).parent / "mpirun"), *(["--oversubscribe"] if mpi == "openmpi" else [])]
     out = _run(tmp_path, *RUN, "-n", str(outer), "outer.py", *mpirun, "-n", "2", sys.executable, JOINED="0")
     _assert_own_jobs(out, outer)
 
 
-@pytest.mark.parametrize("how", ["variables", "ours"])
-@pytest.mark.parametrize("outer", [1, 2])
+@pytest.mark.parametrize(("how", "outer"), [("variables", 2), ("ours", 1)])
 def test_processes_that_a_rank_spawns_form_a_separate_job(tmp_path: Path, how: str, outer: int) -> None:
     port = str(20_000 + os.getpid() % 10_000)
     _assert_own_jobs(_run(tmp_path, *RUN, "-n", str(outer), "spawned.py", how, port), outer)
