@@ -640,7 +640,7 @@ def test_an_exception_ends_the_job(mpi: str, tmp_path: Path) -> None:
         """
 dist.init_process_group("mpi")
 if dist.get_rank() == 1:
-    raise ValueError("as it happens")
+    raise ValueError("example")
 dist.barrier()
 """,
     )

@@ -48,7 +48,7 @@ def test_sbatch_accepts_and_runs_the_job_file(slurm: Slurm, tmp_path: Path) -> N
     assert lines_with("of") == [f"{rank} of 4 {list(arguments)} {tmp_path}" for rank in range(4)]
     # The signal that --signal=B:TERM@60 requests one minute before the time limit.
     slurm.run("scancel", "--signal=TERM", "--batch", job)
-    assert lines_with("received SIGTERM") == [f"{rank} was told" for rank in range(4)]
+    assert lines_with("received SIGTERM") == [f"{rank} received SIGTERM" for rank in range(4)]
 
 
 def test_multinode_helper_script_of_users(slurm: Slurm) -> None:
