@@ -34,7 +34,9 @@ def measured(*names):
             f" ({about['processor']})" * bool(about["processor"])
         )
         entry = (
-            f"allranks {about['version']} ({about['commit'][:8]}, {about['date'][:10]})",
+            # Files from before benchmarks/record.py name the commit that added them.
+            f"allranks {about['version']} ({'' if about['command'] else 'recorded in '}{about['commit'][:8]}, "
+            f"{about['date'][:10]})",
             *(f"{label} {version.partition('+')[0]}" for label, version in peers.items() if version),
             f"on {where}",
             *([f"hosts: {about['network']}"] if about["network"] else []),

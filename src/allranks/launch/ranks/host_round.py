@@ -59,8 +59,13 @@ class HostRound:
         self.nproc = nproc
         self.cpu_places = cpu_places_of(nproc, ranks.bind, ranks.one_gpu_per_rank, os.environ)
         self._descriptor_limits = reserve_descriptors(nproc)
+        self.server: StoreServer | None = None
         self._guard: Guard | None = Guard(terminal)
-        self.server = open_store() if open_store is not None else None
+        try:
+            self.server = open_store() if open_store is not None else None
+        except BaseException:
+            self.close()  # the caller has no object that it could close
+            raise
 
     def environ(self, share: JobShare, store: str, master: tuple[str, int]) -> dict[str, str]:
         """Return the environment that the ranks share; see ``common_environ``."""
