@@ -36,6 +36,7 @@ WORDS = {
     "trace": "own calls",
     "logging": "log files",
     "_trace": "the record of calls and its readers",
+    "_watch": "waits in torch's own backends",
     "schedulers": "an interface",
     "engines": "an interface",
     "remote": "master-worker mode: the device worker:N",

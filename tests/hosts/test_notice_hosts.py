@@ -40,7 +40,7 @@ PROGRAM = """
 CALL = "all_reduce #4 (script.py:16, shape (4,))"
 WAITED = f"allranks run: ranks 0-1 have waited N s in {CALL} for rank 2 (node1), "
 TELLS = {
-    "sleep": WAITED + "which is at script.py:7 in load; its process is sleeping",
+    "sleep": WAITED + "which is at script.py:7 in load; its process is sleeping, in a timer",
     "stop": WAITED + "whose process is stopped, after all_reduce #3 (script.py:16, shape (4,))",
     "loop": WAITED + "which is at script.py:9 in load; its process is running",
     "gone": "allranks.PeerLostError: all_reduce on group 'world' (rank 0 of 3): rank 2 (node1, pid N) died.",

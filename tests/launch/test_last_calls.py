@@ -39,7 +39,7 @@ def test_timeout_report_locates_the_late_rank(launcher: Launcher) -> None:
     lines, text = run(launcher, "sleep")
     assert lines[-2] == (
         "allranks run: ranks 0, 2 have waited 2 s in all_reduce #5 (late.py:12, shape (4,)) for rank 1, which is at "
-        "late.py:9 in load; its process is sleeping"
+        "late.py:9 in load; its process is sleeping, in a timer"
     )
     assert "  all_reduce #5 (late.py:12, shape (4,)) failed (timeout) after 2." in text
     assert '  File "' in text.partition("stacks of ranks 1:")[2]

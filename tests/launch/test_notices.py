@@ -11,6 +11,7 @@ import time
 import pytest
 
 from allranks._trace.inspection import next_limit
+from allranks._trace.kernel import KernelWait
 from allranks._trace.state import CallState, GroupState, RankState
 from allranks.launch.policy.interface import (
     AnswerStates,
@@ -107,7 +108,7 @@ def test_same_wait_is_reported_again_only_after_the_next_limit() -> None:
 
 
 def test_rank_that_waits_for_its_user_is_not_late() -> None:
-    for more, reader in (({"reads_stdin": True}, None), ({}, 2)):
+    for more, reader in (({"kernel": KernelWait("read", "/dev/pts/0", 0)}, None), ({}, 2)):
         notices = WaitReports()
         ask(notices)
         assert tell(notices, waiting(0), waiting(1), late(2, **more), reader=reader) == []
@@ -187,7 +188,7 @@ dist.barrier()
 WAITED = "ranks 0, 2 have waited N s in all_reduce #5 (hung.py:19, shape (4,)) for rank 1, "
 CIRCLE = "deadlock: ranks 0-1 have waited for each other for N s: rank 0 in all_reduce #5 (hung.py:19, shape (4,)) for "
 TELLS = {
-    "sleep": WAITED + "which is at hung.py:8 in load; its process is sleeping",
+    "sleep": WAITED + "which is at hung.py:8 in load; its process is sleeping, in a timer",
     "stop": WAITED + "whose process is stopped, after all_reduce #4 (hung.py:19, shape (4,))",
     "loop": WAITED + "which is at hung.py:10 in load; its process is running",
     "branch": CIRCLE + "rank 1; rank 1 in recv from rank 0 (hung.py:11, shape (1,)) for rank 0",

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from allranks._trace.diagnosis import diagnose
+from allranks._trace.kernel import KernelWait
 from allranks._trace.state import CallState, GroupState, RankState
 
 WORLD = (0, 1, 2, 3)
@@ -23,7 +24,7 @@ def call(number=42, verb="all_reduce", peer=-1, group="world", ranks=WORLD, site
 def rank(number, waits=None, done=41, process="sleeping", groups=(), **more):
     begun = waits.number if waits is not None and waits.group == "world" and waits.number else done
     return RankState(
-        number, 100 + number, process, 0.0, True, False, (waits,) if waits else (),
+        number, 100 + number, process, 0.0, True, more.pop("kernel", KernelWait()), (waits,) if waits else (),
         more.pop("last", call(begun, ended=True, waits=False)),
         groups=(GroupState("world", WORLD, "native", begun, True), *groups), **more,
     )  # fmt: skip
@@ -151,3 +152,52 @@ def test_key_does_not_depend_on_duration():
 
     assert found(10).key() == found(60).key()
     assert found(10).key() != diagnose([rank(0, call()), rank(3)]).key()
+
+
+def test_wait_of_a_late_rank_in_the_kernel_is_reported():
+    late = rank(3, kernel=KernelWait("read", "/mnt/data", 5, "folio_wait_bit"))
+    assert lines(rank(0, call()), late, places={3: "data.py:2 in load"})[0].endswith(
+        "its process is sleeping, blocked in read of /mnt/data (kernel: folio_wait_bit)"
+    )
+    for kernel, phrase in (
+        (KernelWait("futex", channel="futex_do_wait"), "sleeping, blocked in a lock"),
+        (KernelWait("clock_nanosleep"), "sleeping, in a timer"),
+        (KernelWait("epoll_wait"), "sleeping, waiting for input"),
+        (KernelWait(), "sleeping"),
+    ):
+        assert lines(rank(0, call()), rank(3, kernel=kernel), places={3: "a.py:1 in f"})[0].endswith(phrase)
+
+
+def test_rank_that_cannot_report_its_state_is_reported_with_the_reason():
+    late = RankState(3, 103, "running", 0.0)
+    said = diagnose([*(rank(r, call()) for r in range(3)), late]).lines(
+        problems={3: "does not answer"}, places={3: "a.py:1 in f"}
+    )
+    assert said[0].endswith("for rank 3, which does not answer, is at a.py:1 in f; its process is running")
+    assert diagnose([rank(0, call())]).lines(problems={1: "is not started"})[0].startswith("rank 0 has waited 10 s")
+
+
+def test_different_calls_under_one_number_are_out_of_step():
+    odd = call(verb="barrier", site="train.py:99")
+    said = lines(*(rank(r, call()) for r in range(3)), rank(3, odd))
+    assert said == [
+        "ranks 0-3 made different calls as collective 42 of the group: ranks 0-2 are in all_reduce #42 (train.py:88) of"
+        " 4 float32; rank 3 is in barrier #42 (train.py:99) of 4 float32. rank 3 differs from most ranks. All ranks"
+        " must make the same calls in the same order."
+    ]
+
+
+def test_ended_call_with_another_verb_or_size_is_out_of_step():
+    for verb, count in (("broadcast", 4), ("all_reduce", 5)):
+        ended = msgspec.structs.replace(call(verb=verb, ended=True, waits=False), count=count)
+        said = lines(rank(0, call()), rank(1, done=42, recent=(ended,)))
+        assert said[0].startswith("ranks 0-1 ")
+        assert f"rank 1 is in {verb} #42 (train.py:88) of {count} float32" in said[0]
+        assert "differs" not in said[0]  # neither rank has the majority
+
+
+def test_root_that_is_unknown_on_one_rank_is_not_out_of_step():
+    first, second = call(verb="broadcast", peer=-1), call(verb="broadcast", peer=0)
+    assert diagnose([rank(0, first), rank(1, second)]).mismatches == ()
+    other = call(verb="broadcast", peer=1)
+    assert [m.odd for m in diagnose([rank(0, second), rank(1, other), rank(2, second)]).mismatches] == [(1,)]

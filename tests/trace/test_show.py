@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from allranks._cluster import network
-from allranks._trace import inspection, jobs
+from allranks._trace import inspection, jobs, kernel
 from allranks.launch.agents.inquiries import Inquiries
 from support import warm
 from support.launcher_process import Launcher
@@ -207,7 +207,7 @@ def test_process_names_that_are_not_text_do_not_disturb_their_inspection() -> No
         assert process.stdout is not None
         assert process.stdout.readline() == b"named\n"
         assert Path(f"/proc/{process.pid}/comm").read_bytes() == b"\x83) \xc4\n"
-        assert inspection.process_state(process.pid) in ("running", "sleeping")
+        assert kernel.process_state(process.pid) in ("running", "sleeping")
         assert inspection.usage(process.pid, []).resident > 0
         assert network._start_time(str(process.pid)).isdigit()
         process.communicate(b"\n")

@@ -77,7 +77,7 @@ def test_one_rank_reports_the_wait_without_a_launcher(tmp_path: Path) -> None:
         rest = err.read()
     assert re.sub(r"\d+ s ", "N s ", line) == (
         "allranks: rank 0: ranks 0, 2 have waited N s in all_reduce #3 (hung.py:10, shape (4,)) for rank 1, which is "
-        "at hung.py:6 in load; its process is sleeping\n"
+        "at hung.py:6 in load; its process is sleeping, in a timer\n"
     )
     assert "have waited" not in rest
 

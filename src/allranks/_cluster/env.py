@@ -34,6 +34,11 @@ DEFAULT_BACKEND = "cpu:native,cuda:nccl"
 NOTICE_S = 10.0
 """Default of the seconds that a rank may wait in one call before the ranks for which it waits are reported."""
 
+NOTICE_AFTER = "ALLRANKS_NOTICE_AFTER"
+ABORT_AFTER = "ALLRANKS_ABORT_AFTER"
+WATCH = "ALLRANKS_WATCH"
+WATCH_FOLDER = "ALLRANKS_WATCH_FOLDER"
+
 
 @dataclass(frozen=True)
 class Variable:
@@ -126,10 +131,28 @@ VARIABLES: tuple[Variable, ...] = (
         "reported by the kernel",
     ),
     Variable(
-        "ALLRANKS_NOTICE_AFTER",
+        NOTICE_AFTER,
         "user",
-        "How long a rank may wait in one call before the launcher reports the ranks for which it waits. 0: no reports.",
+        "How long a rank may wait in one call before a report names the ranks for which it waits. 0: no reports.",
         "10s",
+    ),
+    Variable(
+        WATCH,
+        "user, allranks run, allranks watch",
+        "1: waits in torch.distributed's own backends are reported, too.",
+        "0; 1 under allranks run",
+    ),
+    Variable(
+        ABORT_AFTER,
+        "user, allranks watch",
+        "How long a rank may wait in a call of torch.distributed before all ranks print the report and exit.",
+        "never",
+    ),
+    Variable(
+        WATCH_FOLDER,
+        "user, allranks watch",
+        "Folder of the files with the stacks of all ranks that belong to a report.",
+        "the folder of temporary files",
     ),
     Variable("ALLRANKS_RECORD", "user", "0: calls are not recorded, so no tool can report them.", "1"),
     Variable(
@@ -326,7 +349,7 @@ def notice_seconds(environ: Mapping[str, str]) -> float:
     Raises:
         ConfigError: The value of the variable is not a duration.
     """
-    asked = read_seconds(environ, "ALLRANKS_NOTICE_AFTER")
+    asked = read_seconds(environ, NOTICE_AFTER)
     return NOTICE_S if asked is None else asked
 
 

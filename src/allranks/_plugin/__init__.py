@@ -22,6 +22,7 @@ from typing import Any
 
 from allranks._plugin.env_rendezvous import serve_elastic_jobs
 from allranks._plugin.names import INSTEAD_OF_GLOO, NAME
+from allranks._watch.hooks import install
 
 __all__ = ["INSTEAD_OF_GLOO", "NAME", "register"]
 
@@ -34,6 +35,7 @@ def register() -> None:
         return
     c10d.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     serve_elastic_jobs()
+    install(c10d.distributed_c10d)
     if os.environ.get(INSTEAD_OF_GLOO, "0") not in ("", "0"):
         from allranks._plugin.gloo import stand_in
 

@@ -3,20 +3,24 @@
 A rank in a collective waits for the members of the group that have not begun the collective. A rank in ``recv`` waits
 for the sender. A rank in ``send`` waits for the receiver. A rank that others wait for may itself wait. At the end of
 such chains are ranks that wait for no other rank: they are late. If a chain returns to one of its own ranks, none of
-its ranks can continue.
+its ranks can continue. Ranks that make different calls under the same number of a group are out of step: torch's own
+backends compare no calls, so these ranks wait for data that no rank sends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from allranks._base.errors import rank_list
-from allranks._trace.state import CallState, RankState
+from allranks._trace.state import CREATION, CallState, RankState
 
-__all__ = ["Diagnosis", "RankWait", "diagnose"]
+__all__ = ["Diagnosis", "Mismatch", "RankWait", "diagnose"]
 
 _HALTED = ("gone", "stopped", "being debugged")
+
+# Collectives in which all ranks pass the same number of elements.
+_SAME_SIZE = frozenset(("all_reduce", "broadcast", "reduce"))
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,19 @@ class RankWait:
 
 
 @dataclass(frozen=True)
+class Mismatch:
+    """Different calls under one number of a group, of which at least one waits.
+
+    Attributes:
+        calls: The call of each rank, by rank.
+        odd: The ranks whose call differs from that of most ranks. Empty if no call is that of most ranks.
+    """
+
+    calls: Mapping[int, CallState]
+    odd: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """The causes of waiting.
 
@@ -43,12 +60,14 @@ class Diagnosis:
         late: Ranks that others wait for, and that wait for no rank.
         circles: Ranks that wait for each other: each for the next, and the last for the first.
         states: All known states, by rank.
+        mismatches: Ranks that are out of step.
     """
 
     waits: Mapping[int, RankWait]
     late: tuple[int, ...]
     circles: tuple[tuple[int, ...], ...]
     states: Mapping[int, RankState]
+    mismatches: tuple[Mismatch, ...] = ()
 
     def waiting_for(self, rank: int) -> list[int]:
         """Return the ranks that wait for a rank, directly or through other ranks."""
@@ -67,49 +86,69 @@ class Diagnosis:
     def key(self) -> tuple[object, ...]:
         """Return a key that is equal for two diagnoses with the same content."""
         waits = sorted((w.rank, w.call.title, w.call.group, w.call.site, w.awaited) for w in self.waits.values())
-        return tuple(waits), self.late, self.circles
+        return tuple(waits), self.late, self.circles, tuple(tuple(sorted(each.calls)) for each in self.mismatches)
 
-    def lines(self, hosts: Mapping[int, str] | None = None, places: Mapping[int, str] | None = None) -> list[str]:
+    def lines(
+        self,
+        hosts: Mapping[int, str] | None = None,
+        places: Mapping[int, str] | None = None,
+        problems: Mapping[int, str] | None = None,
+    ) -> list[str]:
         """Return the diagnosis as text: one line for each late rank and each cycle.
 
         Args:
             hosts: Host of each rank, if there are several.
             places: Line of the program, by rank, for ranks that could report it.
+            problems: Why a rank did not report its state itself, by rank.
         """
-        said: list[str] = []
+        said = [_describe_mismatch(mismatch) for mismatch in self.mismatches]
+        out_of_step = {rank for mismatch in self.mismatches for rank in mismatch.calls}
         for circle in self.circles:
-            said.append(self._circle(circle))
+            if not out_of_step & set(circle):
+                said.append(self._circle(circle))
         in_circle = {rank for circle in self.circles for rank in circle}
         alike: dict[tuple[int, ...], list[int]] = {}
         for late in self.late:
             alike.setdefault(tuple(r for r in self.waiting_for(late) if r not in in_circle), []).append(late)
         for waiting, late_ranks in alike.items():
             if waiting:
-                said.append(self._late(waiting, late_ranks, hosts or {}, places or {}))
+                said.append(self._late(waiting, late_ranks, hosts or {}, places or {}, problems or {}))
         return said
 
     def _late(
-        self, waiting: Sequence[int], late: Sequence[int], hosts: Mapping[int, str], places: Mapping[int, str]
+        self,
+        waiting: Sequence[int],
+        late: Sequence[int],
+        hosts: Mapping[int, str],
+        places: Mapping[int, str],
+        problems: Mapping[int, str],
     ) -> str:
         # Report the most informative wait: that of the rank that waits longest and directly for a late rank.
         direct = [w for w in (self.waits[r] for r in waiting) if set(late) & set(w.awaited)]
         first = max(direct or [self.waits[r] for r in waiting], key=lambda w: w.call.seconds)
         who = rank_list(sorted(waiting))
-        whom = [f"rank {r}{_at(hosts.get(r, ''))}, {self._whereabouts(r, places.get(r, ''))}" for r in late[:3]]
+        whom = [
+            f"rank {r}{_at(hosts.get(r, ''))}, {self._whereabouts(r, places.get(r, ''), problems.get(r, ''))}"
+            for r in late[:3]
+        ]
         if len(late) > 3:
             whom = [f"{rank_list(sorted(late))}: {whom[0]}"]
         verb = "has" if len(waiting) == 1 else "have"
         return f"{who} {verb} waited {_duration(first.call.seconds)} in {_call(first.call)} for {'; '.join(whom)}"
 
-    def _whereabouts(self, rank: int, place: str) -> str:
+    def _whereabouts(self, rank: int, place: str, problem: str) -> str:
         """Return the place of a late rank, and the state of its process."""
         state = self.states.get(rank)
+        if problem and (state is None or state.process not in ("gone", "stopped")):
+            where = f", is at {place}" if place else ""
+            process = f"; its process is {_process(state)}" if state is not None and where else ""
+            return f"which {problem}{where}{process}"
         if state is None:
             return "whose state is not known"
         if state.doing and state.process not in ("gone", "stopped"):
-            return f"which executes {state.doing}; its process is {state.process}"
+            return f"which executes {state.doing}; its process is {_process(state)}"
         if place and state.process not in ("gone", "stopped"):
-            return f"which is at {place}; its process is {state.process}"
+            return f"which is at {place}; its process is {_process(state)}"
         process = "whose process has exited" if state.process == "gone" else f"whose process is {state.process}"
         if state.last is not None:
             return f"{process}, after {state.last.title}{_at(state.last.site or _near(state.near))}"
@@ -141,7 +180,7 @@ def diagnose(states: Iterable[RankState]) -> Diagnosis:
     # A waiting rank for which no awaited rank is known is not blocked, so it may be late itself.
     blocked = {rank for rank, wait in waits.items() if wait.awaited}
     late = tuple(sorted(waited_for - blocked))
-    return Diagnosis(waits, late, tuple(_circles(waits)), by_rank)
+    return Diagnosis(waits, late, tuple(_circles(waits)), by_rank, tuple(_mismatches(by_rank, waits)))
 
 
 def _awaited(state: RankState, call: CallState, states: Mapping[int, RankState]) -> tuple[int, ...]:
@@ -212,8 +251,70 @@ def _shortest_circle(start: int, waits: Mapping[int, RankWait]) -> tuple[int, ..
     return None
 
 
+def _mismatches(states: Mapping[int, RankState], waits: Mapping[int, RankWait]) -> Iterator[Mismatch]:
+    """Yield each number of a group under which ranks have made different calls, if a rank waits in one of them."""
+    seen = set()
+    for wait in waits.values():
+        key = wait.call.group, wait.call.ranks, wait.call.number
+        if wait.call.number == 0 or wait.call.met or key in seen:
+            continue
+        seen.add(key)
+        calls = {}
+        for rank in wait.call.ranks:
+            state = states.get(rank)
+            for call in (*state.recent, *state.calls) if state is not None else ():
+                if (call.group, call.ranks, call.number) == key:
+                    calls[rank] = call
+        kinds: dict[tuple[object, ...], list[int]] = {}
+        for rank, call in calls.items():
+            kinds.setdefault(_kind(call), []).append(rank)
+        # torch records no root, so it is known only of ranks that wait in the call.
+        roots: dict[int, list[int]] = {}
+        for rank, call in calls.items():
+            if call.peer >= 0:
+                roots.setdefault(call.peer, []).append(rank)
+        if len(kinds) > 1 or len(roots) > 1:
+            alike = max((kinds if len(kinds) > 1 else roots).values(), key=len)
+            odd = [rank for rank in calls if rank not in alike] if 2 * len(alike) > len(calls) else []
+            yield Mismatch(dict(sorted(calls.items())), tuple(sorted(odd)))
+
+
+def _kind(call: CallState) -> tuple[object, ...]:
+    """Return what must be equal in the calls of all ranks, except the root."""
+    return call.verb, call.dtype, call.count if call.verb in _SAME_SIZE else 0
+
+
+def _describe_mismatch(mismatch: Mismatch) -> str:
+    alike: dict[str, list[int]] = {}
+    for rank, call in mismatch.calls.items():
+        alike.setdefault(f"in {_call(call)}{_arguments(call)}", []).append(rank)
+    places = "; ".join(
+        f"{rank_list(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}" for place, ranks in alike.items()
+    )
+    number = next(iter(mismatch.calls.values())).number
+    same = len({call.verb for call in mismatch.calls.values()}) == 1
+    what = "passed different arguments to" if same else "made different calls as"
+    differ = "differs" if len(mismatch.odd) == 1 else "differ"
+    culprit = f" {rank_list(mismatch.odd)} {differ} from most ranks." if mismatch.odd else ""
+    return (
+        f"{rank_list(sorted(mismatch.calls))} {what} collective {number} of the group: {places}.{culprit}"
+        " All ranks must make the same calls in the same order."
+    )
+
+
+def _arguments(call: CallState) -> str:
+    root = f", root {call.peer}" if call.peer >= 0 else ""
+    return f" of {call.count} {call.dtype}{root}" if call.dtype else root
+
+
+def _process(state: RankState) -> str:
+    waits = state.kernel.describe() if state.process in ("sleeping", "in uninterruptible sleep") else ""
+    return f"{state.process}, {waits}" if waits else state.process
+
+
 def _call(call: CallState) -> str:
-    group = "" if call.group in ("", "world") else f" of group '{call.group}'"
+    named = call.group not in ("", "world") and not call.group.startswith(CREATION)
+    group = f" of group '{call.group}'" if named else ""
     return f"{call.title}{group}{_at(call.site)}"
 
 

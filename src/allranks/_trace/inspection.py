@@ -6,10 +6,11 @@ import os
 import time
 from collections.abc import Sequence
 
+from allranks._trace.kernel import KernelWait, kernel_wait, process_state
 from allranks._trace.reader import COMMAND, RecordedCall, RecordedGroup, TraceReader
 from allranks._trace.state import CallState, GroupState, RankState, Usage
 
-__all__ = ["OF_MASTER", "OF_WORKER", "QuietClock", "call_state", "next_limit", "process_state", "rank_state", "usage"]
+__all__ = ["OF_MASTER", "OF_WORKER", "QuietClock", "call_state", "next_limit", "rank_state", "usage"]
 
 _MESSAGES = ("send", "recv")
 OF_MASTER = "master"
@@ -75,8 +76,9 @@ def rank_state(rank: int, pid: int, reader: TraceReader | None, recent: int = 0,
     """
     now = time.monotonic()
     process = "gone" if ended else process_state(pid)
+    kernel = KernelWait() if ended else kernel_wait(pid)
     if reader is None:
-        return RankState(rank, pid, process, now, reads_stdin=_reads_stdin(pid), usage=usage(pid, ()))
+        return RankState(rank, pid, process, now, kernel=kernel, usage=usage(pid, ()))
     groups = reader.groups()
     # A call in progress that is older than the newest 256 calls is not found.
     newest = reader.last(max(256, recent))
@@ -90,7 +92,7 @@ def rank_state(rank: int, pid: int, reader: TraceReader | None, recent: int = 0,
         process,
         now,
         recorded=True,
-        reads_stdin=_reads_stdin(pid),
+        kernel=kernel,
         calls=tuple(under_way[:_MOST_OPEN]),
         last=states[newest[-1].index] if newest else None,
         near=next((_short(call.site) for call in reversed(newest) if call.site), ""),
@@ -139,19 +141,6 @@ def call_state(call: RecordedCall, groups: dict[int, RecordedGroup], now: float)
     )
 
 
-def process_state(pid: int) -> str:
-    """Return the state of a process, as a word, as the kernel reports it."""
-    try:
-        with open(f"/proc/{pid}/status", errors="surrogateescape") as file:
-            status = dict(line.rstrip("\n").partition(":\t")[::2] for line in file)
-    except OSError:
-        return "gone"
-    if int(status.get("TracerPid", "0")):
-        return "being debugged"
-    states = {"R": "running", "S": "sleeping", "D": "in uninterruptible sleep", "T": "stopped", "t": "being debugged"}
-    return states.get(status.get("State", "")[:1], "gone")
-
-
 def usage(pid: int, groups: Sequence[RecordedGroup]) -> Usage:
     """Return the resources that a process of this host has used until now."""
     totals = [total for group in groups for verb, total in group.totals.items() if verb != COMMAND]
@@ -180,17 +169,3 @@ def usage(pid: int, groups: Sequence[RecordedGroup]) -> Usage:
 def _short(site: str) -> str:
     """Return a call site relative to this process's working directory, which is that of the ranks."""
     return site.removeprefix(os.getcwd() + os.sep)
-
-
-def _reads_stdin(pid: int) -> bool:
-    """Return whether the main thread of a process is in read(0, ...). False if this process may not read its state."""
-    try:
-        with open(f"/proc/{pid}/syscall") as file:
-            words = file.read().split()
-    except OSError:
-        return False
-    return words[:2] == [_READ, "0x0"]
-
-
-# The number of the system call ``read``, by architecture.
-_READ = {"x86_64": "0", "aarch64": "63"}.get(os.uname().machine, "")

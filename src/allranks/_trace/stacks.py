@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["DUMP", "Frame", "describe", "is_own", "main_place", "parse", "render"]
+__all__ = ["DUMP", "Frame", "describe", "is_own", "main_place", "parse", "place", "render"]
 
 DUMP = signal.SIGRTMAX - 2
 """The signal that requests stacks. SIGUSR1 and SIGUSR2 are left to the program; few programs use this one."""
@@ -73,13 +73,34 @@ def parse(text: str) -> list[tuple[str, list[Frame]]]:
 
 
 def main_place(text: str) -> str:
-    """Return the innermost line of the program's own code in the main thread's stack.
+    """Return the place of the main thread; see ``place``. "" if the text has no frame with a file."""
+    return place([frame for _, frames in parse(text)[:1] for frame in frames if frame.file])
 
-    If no frame is the program's own, return the innermost frame with a file. Return "" if there is none.
+
+def place(frames: Sequence[Frame]) -> str:
+    """Return the innermost line of the program's own code in a stack, and what the libraries below it do, if known.
+
+    Args:
+        frames: The frames of a thread that have a file, the innermost first. If none is the program's own, the
+            innermost frame is returned.
     """
-    frames = [frame for _, frames in parse(text)[:1] for frame in frames if frame.file]
-    frame = next((frame for frame in frames if is_own(frame.file)), next(iter(frames), None))
-    return "" if frame is None else describe(frame.file, frame.line, frame.function)
+    own = next((number for number, frame in enumerate(frames) if is_own(frame.file)), 0)
+    if not frames:
+        return ""
+    files = " ".join(frame.file for frame in frames[:own])
+    activity = next((phrase for part, phrase in _ACTIVITIES if part in files), "")
+    return describe(frames[own].file, frames[own].line, frames[own].function) + (f" ({activity})" if activity else "")
+
+
+# What a thread does whose stack contains a file with such a path. The first that matches is the most specific one.
+_ACTIVITIES = (
+    ("torch/utils/data/", "waiting for its data loader"),
+    ("torch/_inductor/", "compiling"),
+    ("torch/_dynamo/", "compiling"),
+    ("torch/distributed/checkpoint/", "in a checkpoint"),
+    ("/subprocess.py", "waiting for a child process"),
+    ("/multiprocessing/", "waiting for a child process"),
+)
 
 
 def render(texts: Mapping[int, str]) -> list[tuple[list[int], list[str]]]:

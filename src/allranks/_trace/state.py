@@ -7,7 +7,13 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["CallState", "GroupState", "RankState", "Usage"]
+from allranks._trace.kernel import KernelWait
+
+__all__ = ["CREATION", "CallState", "GroupState", "RankState", "Usage"]
+
+
+CREATION = "creation of "
+"""Prefix of the group under which the creation of a group is reported: its ranks wait for each other, as in a call."""
 
 
 class CallState(msgspec.Struct, frozen=True):
@@ -89,7 +95,7 @@ class RankState(msgspec.Struct, frozen=True, tag=True):
         process: State of its process: running, sleeping, stopped, being debugged, in uninterruptible sleep, or gone.
         at: When the state was determined, in seconds of its host's monotonic clock.
         recorded: The rank records its calls: it has created a group.
-        reads_stdin: The rank is blocked in a read of standard input.
+        kernel: The system call in which its main thread is blocked.
         calls: Calls in progress, oldest first. A last call that timed out is included.
         last: The last call that has begun. None before the first.
         near: Call site of the last call whose call site is known. "" if there is none.
@@ -104,7 +110,7 @@ class RankState(msgspec.Struct, frozen=True, tag=True):
     process: str
     at: float
     recorded: bool = False
-    reads_stdin: bool = False
+    kernel: KernelWait = KernelWait()
     calls: tuple[CallState, ...] = ()
     last: CallState | None = None
     near: str = ""
@@ -117,3 +123,8 @@ class RankState(msgspec.Struct, frozen=True, tag=True):
     def waiting(self) -> CallState | None:
         """The oldest call for which the program waits."""
         return next((call for call in self.calls if call.waits), None)
+
+    @property
+    def reads_stdin(self) -> bool:
+        """Whether the rank is blocked in a read of standard input: it waits for its user, for example in a debugger."""
+        return self.kernel.call == "read" and self.kernel.descriptor == 0

@@ -8,31 +8,25 @@ on the host of a late rank. If no rank waits on that host, the lowest waiting ra
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
-import os
-import signal
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from allranks._base.forks import Descriptor, forks
+from allranks._base.forks import forks
 from allranks._base.threads import Daemon
 from allranks._trace import memory
 from allranks._trace.diagnosis import Diagnosis, diagnose
 from allranks._trace.inspection import QuietClock, rank_state
-from allranks._trace.stacks import DUMP, main_place
+from allranks._trace.offered_stacks import offer_stacks, stacks_of
+from allranks._trace.stacks import main_place
 from allranks._trace.state import CallState, GroupState, RankState
 
 __all__ = ["WatchedPeer", "choose_teller", "unwatch", "watch"]
 
 _LOOK_S = 1.0  # between two checks
-_STACKS_S = 0.3  # for a rank to write its stacks, which takes milliseconds
-_STACKS = "allranks-stacks"
 
 
 class _Group(Protocol):
@@ -60,7 +54,6 @@ class _Watcher:
         self._notice_s = notice_s
         self._clock = QuietClock()
         self._told: set[tuple[object, ...]] = set()
-        self._stacks: Descriptor | None = None
         self._groups: weakref.WeakSet[_Group] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -71,7 +64,7 @@ class _Watcher:
             self._peers |= {peer.rank: peer for peer in peers}
             self._groups.add(group)
             if self._thread is None:
-                self._offer_stacks()
+                offer_stacks()
                 self._stop = threading.Event()
                 self._thread = Daemon(target=self._run, args=(self._stop,), name="allranks-notices")
                 self._thread.start()
@@ -86,15 +79,6 @@ class _Watcher:
         if thread is not threading.current_thread():
             # Outside the lock, so that other threads can add groups. Limited, because a check may wait for stacks.
             thread.join(_LOOK_S)
-
-    def _offer_stacks(self) -> None:
-        if self._stacks is not None:
-            return
-        # Other ranks find this file by its name in /proc/PID/fd, see `_place_of`.
-        self._stacks = Descriptor.of(lambda: os.memfd_create(_STACKS, os.MFD_CLOEXEC))
-        # A handler that the program has set for this signal stays in place.
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(DUMP) is signal.SIG_DFL:
-            faulthandler.register(DUMP, self._stacks)
 
     def _run(self, stop: threading.Event) -> None:
         while not stop.wait(_LOOK_S):
@@ -135,7 +119,7 @@ class _Watcher:
             peer = self._peers[rank]
             # A stopped process runs no signal handler, so it cannot write its stacks.
             if peer.here and found.states[rank].process not in ("gone", "stopped"):
-                places[rank] = _place_of(peer.pid)
+                places[rank] = main_place(stacks_of(peer.pid))
         hosts = {rank: peer.host for rank, peer in self._peers.items() if not peer.here}
         for line in found.lines(hosts, places):
             sys.stderr.write(f"allranks: rank {self._me}: {line}\n")
@@ -162,29 +146,6 @@ def _far_state(peer: WatchedPeer, call: CallState, number: int) -> RankState:
     """Return the known state of a rank on another host."""
     group = GroupState(call.group, call.ranks, "", number, True)
     return RankState(peer.rank, peer.pid, "not visible from here", 0.0, groups=(group,))
-
-
-def _place_of(pid: int) -> str:
-    """Return the line of the program in which another process of this host is. "" if it cannot report it."""
-    folder = f"/proc/{pid}/fd"
-    with contextlib.suppress(OSError, ValueError):
-        if not _catches(pid):
-            return ""
-        name = next(n for n in os.listdir(folder) if os.readlink(f"{folder}/{n}").startswith(f"/memfd:{_STACKS}"))
-        with open(f"{folder}/{name}", "rb") as file:
-            # Skip the stacks that earlier signals have written.
-            before = file.seek(0, os.SEEK_END)
-            os.kill(pid, DUMP)
-            time.sleep(_STACKS_S)
-            return main_place(file.read().decode(errors="replace")) if before >= 0 else ""
-    return ""
-
-
-def _catches(pid: int) -> bool:
-    """Return whether the process has a handler for the signal. Without one, the signal would terminate the process."""
-    with open(f"/proc/{pid}/status", errors="surrogateescape") as file:
-        status = dict(line.rstrip("\n").partition(":\t")[::2] for line in file)
-    return bool(int(status.get("SigCgt", "0"), 16) >> (DUMP - 1) & 1)
 
 
 _watcher: _Watcher | None = None

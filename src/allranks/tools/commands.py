@@ -18,6 +18,7 @@ COMMANDS = {
     "submit": ("allranks.tools.submit", "write a job file for SLURM, PBS, LSF or Kubernetes"),
     "trace": ("allranks.tools.trace", "show what the ranks of a running job do and wait for"),
     "top": ("allranks.tools.top", "show calls, waiting, CPU and memory of a running job, repeatedly"),
+    "watch": ("allranks.tools.watch", "run a command whose ranks report why they wait"),
     "checkpoint": ("allranks.tools.checkpoint", "list, verify, compare and convert checkpoints"),
     "doctor": ("allranks.tools.doctor", "check this host, or all hosts of a job"),
     "completion": ("allranks.tools.completion", "print the completion script for a shell"),

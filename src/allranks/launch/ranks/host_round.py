@@ -11,6 +11,7 @@ from collections.abc import Callable, Set
 from dataclasses import replace
 
 from allranks._base.errors import ConfigError
+from allranks._cluster.env import NOTICE_AFTER, WATCH, notice_seconds
 from allranks._store import StoreServer
 from allranks.launch.ranks.agent import Agent, RankPlan
 from allranks.launch.ranks.environ import JobShare, common_environ
@@ -69,7 +70,12 @@ class HostRound:
 
     def environ(self, share: JobShare, store: str, master: tuple[str, int]) -> dict[str, str]:
         """Return the environment that the ranks share; see ``common_environ``."""
-        return common_environ(os.environ, share, self.ranks.threads, store, master, self.cpu_places)
+        environ = common_environ(os.environ, share, self.ranks.threads, store, master, self.cpu_places)
+        # A group of torch's own backends reports its waits itself, after the same time as the launcher.
+        environ.setdefault(WATCH, "1")
+        if self.ranks.notice_s != notice_seconds(os.environ):
+            environ[NOTICE_AFTER] = f"{self.ranks.notice_s:g}s"
+        return environ
 
     def preload(self, masters: int) -> None:
         """Import what all ranks need, if they are forked: torch, for example.

@@ -49,6 +49,7 @@ from allranks._base.errors import (
 )
 from allranks._base.forks import separate_from_siblings
 from allranks._net.frames import FrameDecoder, pack_frame
+from allranks._trace.offered_stacks import offer_stacks
 from allranks._trace.stacks import DUMP, describe, is_own
 from allranks.launch.ranks.pipes import Pipes
 from allranks.launch.spec.events import FailureKind, FailureReport, RankProgress, RestartRank
@@ -202,6 +203,7 @@ class Rank:
         target = self.target
         # faulthandler's handler is written in C, so it also reports a thread that blocks in C++.
         faulthandler.register(DUMP, self.stacks)
+        offer_stacks()  # for the other ranks of this host, which report waits in torch's own backends
         sys.stdout = sys.__stdout__ = _unbuffered(sys.stdout)  # type: ignore[misc]
         sys.stderr = sys.__stderr__ = _unbuffered(sys.stderr)  # type: ignore[misc]
         sys.argv = [target.name, *target.args]

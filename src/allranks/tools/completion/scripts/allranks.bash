@@ -2,8 +2,8 @@
 
 _allranks_command() {  # $kind and $words of what may stand where no option does
   case $1 in
-    '') kind='' words='run torchrun launch env bench tune submit trace top checkpoint doctor completion help' ;;
-    help) kind='' words='run torchrun launch env bench tune submit trace top checkpoint doctor completion' ;;
+    '') kind='' words='run torchrun launch env bench tune submit trace top watch checkpoint doctor completion help' ;;
+    help) kind='' words='run torchrun launch env bench tune submit trace top watch checkpoint doctor completion' ;;
     'run') kind=program words='' ;;
     'torchrun') kind=program words='' ;;
     'launch') kind=program words='' ;;
@@ -17,6 +17,7 @@ _allranks_command() {  # $kind and $words of what may stand where no option does
     'trace record') kind='' words='' ;;
     'trace flight') kind=file words='' ;;
     'top') kind=any words='' ;;
+    'watch') kind=program words='' ;;
     'checkpoint') kind=command words='list show verify diff export merge' ;;
     'checkpoint list') kind=folder words='' ;;
     'checkpoint show') kind=file words='' ;;
@@ -46,6 +47,7 @@ _allranks_options() {  # into $words
     'trace record') words='-h --help -o --output --last' ;;
     'trace flight') words='-h --help -o --output --json' ;;
     'top') words='-h --help -d --delay -n --count --json' ;;
+    'watch') words='-h --help --after --abort-after --folder' ;;
     'checkpoint') words='-h --help' ;;
     'checkpoint list') words='-h --help --verify --json' ;;
     'checkpoint show') words='-h --help --step --rank --json' ;;
@@ -216,6 +218,9 @@ _allranks_value() {  # $kind and $words of what option $2 of command $1 takes
     'trace flight -o' | 'trace flight --output') kind=folder words='' ;;
     'top -d' | 'top --delay') kind=any words='' ;;
     'top -n' | 'top --count') kind=any words='' ;;
+    'watch --after') kind=any words='' ;;
+    'watch --abort-after') kind=any words='' ;;
+    'watch --folder') kind=folder words='' ;;
     'checkpoint show --step') kind=any words='' ;;
     'checkpoint show --rank') kind=any words='' ;;
     'checkpoint verify --step') kind=any words='' ;;

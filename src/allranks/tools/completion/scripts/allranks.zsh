@@ -338,6 +338,16 @@ _allranks_top() {
     '1:JOB: '
 }
 
+_allranks_watch() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '--after=[time that a rank may wait before a report (default 10s; ALLRANKS_NOTICE_AFTER)]:TIME: ' \
+    '--abort-after=[time that a rank may wait before all ranks print the report and exit (default\: never; ALLRANKS_ABORT_AFTER)]:TIME: ' \
+    '--folder=[folder of the files with the stacks of all ranks (default\: temporary files; ALLRANKS_WATCH_FOLDER)]:FOLDER:_files -/' \
+    '1:program:_files' \
+    '*:argument:_files'
+}
+
 _allranks_checkpoint() {
   local context state state_descr line curcontext=$curcontext
   typeset -A opt_args
@@ -434,7 +444,7 @@ _allranks_completion() {
     '1:{bash,zsh,fish}:(bash zsh fish)'
 }
 
-_allranks_help() { _arguments '1:command:(run torchrun launch env bench tune submit trace top checkpoint doctor completion)' }
+_allranks_help() { _arguments '1:command:(run torchrun launch env bench tune submit trace top watch checkpoint doctor completion)' }
 
 _allranks() {
   local context state state_descr line curcontext=$curcontext
@@ -456,6 +466,7 @@ _allranks() {
         'submit:write a job file for SLURM, PBS, LSF or Kubernetes'
         'trace:show what the ranks of a running job do and wait for'
         'top:show calls, waiting, CPU and memory of a running job, repeatedly'
+        'watch:run a command whose ranks report why they wait'
         'checkpoint:list, verify, compare and convert checkpoints'
         'doctor:check this host, or all hosts of a job'
         'completion:print the completion script for a shell'

@@ -1,0 +1,282 @@
+"""The thread that notices a long wait of this rank, collects the states of all ranks, and reports.
+
+Once per second it reads counters of this process, which costs microseconds. Shortly before a wait reaches the limit, it
+asks all ranks for their state. Usually several ranks reach the limit at the same moment; the lowest of them reports.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from allranks._base.exit_codes import IDLE
+from allranks._base.threads import Daemon
+from allranks._cluster.network import machine, published_addresses
+from allranks._trace.inspection import next_limit
+from allranks._trace.kernel import kernel_wait, process_state
+from allranks._trace.offered_stacks import find_rank, offer_stacks, stacks_of
+from allranks._trace.stacks import main_place, parse
+from allranks._trace.state import CallState, GroupState, RankState
+from allranks._watch.evidence import Evidence
+from allranks._watch.exchange import Announce, Answer, Collect, Inspect, Peer, Request, Server, ask
+from allranks._watch.report import diagnose_answers, report_lines, write_report
+
+__all__ = ["Watcher"]
+
+_LOOK_S = 1.0  # between two checks
+_LOOK_OFTEN_S = 0.1  # between two checks of a wait that is about to reach the limit
+_EARLY_S = 2.0  # how long before the limit the states are collected, so that the report comes in time
+_ANSWER_SHARE = 0.75  # of that time, for a rank to answer: about 50 ms, or 1 s if all CPUs are busy
+_STAGGER_S = 0.05  # by how much each rank of a group collects later than the one before it
+_STAGGER_MOST_S = 0.3
+_SAME_S = 0.1  # two calls that began within this time are the same call
+_PREFIX = "allranks/watch"
+_TOKEN_BYTES = 16
+_NOT_JOINED = "has not called init_process_group"
+
+
+class Watcher:
+    """The watcher of one rank.
+
+    Args:
+        rank: World rank.
+        world_size: Number of ranks.
+        store: torch's store of the default group, or a copy with its own connection, which this object uses alone.
+        limit_s: Seconds of waiting after which a report is made.
+        abort_s: Seconds of waiting after which all ranks exit; 0: never.
+        folder: Folder of the files with reports; "" for the folder of temporary files.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, store: Any, limit_s: float, abort_s: float = 0.0, folder: str = ""
+    ) -> None:
+        self._rank = rank
+        self._size = world_size
+        self._store = store
+        self._limit_s = limit_s
+        self._early_s = min(_EARLY_S, limit_s / 2)
+        self._answer_s = self._early_s * _ANSWER_SHARE
+        self._abort_s = abort_s
+        self._folder = folder
+        self.evidence = Evidence(rank, world_size)
+        self._machine = machine()
+        self._peers: dict[int, Peer] = {}
+        self._token = b""
+        self._server: Server | None = None
+        self._began = self._told_s = self._look_at = 0.0
+        self._told: set[tuple[object, ...]] = set()
+        self._collecting = False
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = Daemon(target=self._run, name="allranks-watch")
+
+    def start(self) -> None:
+        """Start the thread."""
+        offer_stacks()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread: the default group is destroyed."""
+        self._stop.set()
+        if self._server is not None:
+            self._server.close()
+
+    def _run(self) -> None:
+        try:
+            self._publish()
+        except (OSError, RuntimeError) as error:  # torch's errors of stores are RuntimeErrors
+            sys.stderr.write(f"allranks watch: rank {self._rank}: waits are not reported: {error}\n")
+            return
+        pause_s = 0.1
+        while not self._stop.wait(pause_s):
+            if len(self._peers) < self._size:
+                self._read_peers()
+            pause_s = self._look()
+
+    def _publish(self) -> None:
+        """Publish the address of this rank in the store, and agree on the token."""
+        token_key = f"{_PREFIX}/token"
+        # The first value stays. torch's stores return the stored value.
+        self._token = bytes(self._store.compare_set(token_key, "", os.urandom(_TOKEN_BYTES).hex()))
+        addresses = ("127.0.0.1", *published_addresses())
+        self._server = Server(addresses, self._token, self._respond)
+        # Other hosts must not try 127.0.0.1, which is their own.
+        me = Peer(
+            self._rank, os.getpid(), _namespace(), socket.gethostname(), self._machine, addresses, self._server.port
+        )
+        self._peers[self._rank] = me
+        self._store.set(f"{_PREFIX}/{self._rank}", msgspec.json.encode(me).decode())
+
+    def _read_peers(self) -> None:
+        """Read the addresses that other ranks have published since the last attempt."""
+        with suppress(RuntimeError):  # the store's server has exited; the known addresses remain
+            for rank in range(self._size):
+                key = f"{_PREFIX}/{rank}"
+                if rank not in self._peers and self._store.check([key]):
+                    peer = msgspec.json.decode(bytes(self._store.get(key)), type=Peer)
+                    if peer.machine == self._machine:
+                        peer = msgspec.structs.replace(peer, addresses=("127.0.0.1",))
+                    else:
+                        peer = msgspec.structs.replace(peer, addresses=peer.addresses[1:])
+                    self._peers[rank] = peer
+            if len(self._peers) == self._size:
+                self._store = None  # closes the connection; it is not needed any more
+
+    def _look(self) -> float:
+        """Check once. Return the seconds until the next check."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return min(_LOOK_S, self._look_at - now)
+        # The first test costs microseconds, the second one milliseconds.
+        first_s = self._limit_s - self._early_s
+        if self.evidence.longest_wait_s() < first_s:
+            return _LOOK_S
+        call = self.evidence.answer().state.waiting
+        if call is None:
+            self._look_at = now + first_s / 2
+            return _LOOK_S
+        self._note_wait(call)
+        limit_s = next_limit(self._limit_s, self._told_s)
+        abort = 0 < self._abort_s <= limit_s
+        limit_s = self._abort_s if abort else limit_s
+        left_s = limit_s - self._early_s + min(self._rank * _STAGGER_S, _STAGGER_MOST_S) - call.seconds
+        if left_s > 0:
+            # A wait that begins now is found in time, too.
+            self._look_at = now + min(left_s, first_s)
+            return min(left_s, _LOOK_S)
+        self._told_s = limit_s
+        self._report(call, limit_s, abort)
+        return _LOOK_OFTEN_S
+
+    def _note_wait(self, call: CallState) -> None:
+        """Forget which limit was reported if this rank waits in another call than at the last check."""
+        # The start of a call is computed from two clocks, so it differs by microseconds.
+        if abs(call.began - self._began) > _SAME_S:
+            self._began, self._told_s = call.began, 0.0
+
+    def _report(self, call: CallState, limit_s: float, abort: bool) -> None:
+        """Collect the states of all ranks. Report why this rank waits, if it still does at the limit."""
+        with self._lock:
+            self._collecting = True
+        try:
+            answers = self._collect(call, limit_s)
+            collected = time.monotonic()
+            # If the late rank was only slow, this rank proceeds before the limit.
+            while answers is not None:
+                mine = self.evidence.answer()
+                now_waiting = mine.state.waiting
+                if now_waiting is None or abs(now_waiting.began - call.began) > _SAME_S:
+                    return
+                if now_waiting.seconds >= limit_s:
+                    answers[self._rank] = mine
+                    self._print(answers, time.monotonic() - collected, limit_s, abort)
+                    return
+                if self._stop.wait(min(limit_s - now_waiting.seconds, _LOOK_OFTEN_S)):
+                    return
+        finally:
+            with self._lock:
+                self._collecting = False
+
+    def _collect(self, call: CallState, limit_s: float) -> dict[int, Answer] | None:
+        """Return the state of each other rank; None if a lower rank collects them, too."""
+        others = [peer for rank, peer in self._peers.items() if rank != self._rank]
+        answers, problems = ask(others, Collect(self._rank, limit_s), self._token, self._answer_s)
+        if any(answer.collecting and rank < self._rank for rank, answer in answers.items()):
+            return None
+        for rank, problem in problems.items():
+            answers[rank] = self._inspect(self._peers[rank], problem, answers)
+        for rank in set(range(self._size)) - set(self._peers):
+            answers[rank] = self._search(rank, call.group)
+        return answers
+
+    def _search(self, rank: int, creation: str) -> Answer:
+        """Return the state of a rank that has not created its default group, if its process is on this host."""
+        pid = find_rank(rank)
+        if not pid:
+            state = RankState(rank, 0, "not visible from here", time.monotonic())
+            return Answer(state, problem=f"{_NOT_JOINED} or is not started")
+        answer = inspect_process(Peer(rank, pid, _namespace(), "", self._machine, (), 0), _NOT_JOINED)
+        if not any(
+            frame.function == "init_process_group" for _, frames in parse(answer.stacks)[:1] for frame in frames
+        ):
+            return answer
+        # torch's store in rank 0 waits for all ranks before it creates the group.
+        group = GroupState(creation, tuple(range(self._size)), "", 1, True)
+        return msgspec.structs.replace(answer, state=msgspec.structs.replace(answer.state, groups=(group,)), problem="")
+
+    def _inspect(self, peer: Peer, problem: str, answers: Mapping[int, Answer]) -> Answer:
+        """Return the state of a rank that does not answer, as far as its host knows it."""
+        if peer.machine == self._machine:
+            return inspect_process(peer, _explain(problem))
+        neighbours = [each for each in self._peers.values() if each.machine == peer.machine and each.rank in answers]
+        found: dict[int, Answer] = {}
+        if neighbours:
+            found, _ = ask(neighbours[:1], Inspect(peer.rank, peer.pid), self._token, 2 * self._answer_s)
+        if found:
+            return msgspec.structs.replace(next(iter(found.values())), problem=_explain(problem))
+        process = "gone" if problem == "has exited" else "not visible from here"
+        return Answer(RankState(peer.rank, peer.pid, process, time.monotonic()), problem=problem)
+
+    def _respond(self, request: Request) -> Answer | None:
+        if isinstance(request, Collect):
+            with self._lock:
+                collecting = self._collecting
+            answer = self.evidence.answer(collecting)
+            if not collecting and (call := answer.state.waiting) is not None:
+                # The report of the collector includes the wait of this rank.
+                self._note_wait(call)
+                self._told_s = max(self._told_s, request.limit_s)
+            return answer
+        if isinstance(request, Inspect):
+            return inspect_process(self._peers[request.rank], "")
+        sys.stderr.write(request.text)
+        sys.stderr.flush()
+        os._exit(IDLE)
+
+    def _print(self, answers: Mapping[int, Answer], age_s: float, limit_s: float, abort: bool) -> None:
+        found = diagnose_answers(answers, self._rank, age_s)
+        lines = report_lines(found, answers, self._peers, self._machine)
+        key = (*found.key(), limit_s)
+        if not lines or key in self._told:
+            return
+        self._told.add(key)
+        if abort:
+            lines.append(f"all ranks exit, because a wait has lasted {self._abort_s:g} s (--abort-after)")
+        try:
+            lines.append(f"calls and stacks of all ranks: {write_report(lines, answers, self._rank, self._folder)}")
+        except OSError as error:
+            lines.append(f"calls and stacks are not written into a file: {error}")
+        text = "".join(f"allranks watch: {line}\n" for line in lines)
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        if abort:
+            others = [peer for rank, peer in self._peers.items() if rank != self._rank]
+            ask(others, Announce(text), self._token, self._answer_s)
+            os._exit(IDLE)
+
+
+def inspect_process(peer: Peer, problem: str) -> Answer:
+    """Return the state of another process of this host from the kernel, with its stacks if it offers them."""
+    if peer.namespace != _namespace():
+        return Answer(RankState(peer.rank, peer.pid, "not visible from here", time.monotonic()), problem=problem)
+    process = process_state(peer.pid)
+    stacks = "" if process in ("gone", "stopped") else stacks_of(peer.pid)
+    state = RankState(peer.rank, peer.pid, process, time.monotonic(), kernel=kernel_wait(peer.pid))
+    return Answer(state, main_place(stacks), stacks, problem)
+
+
+def _explain(problem: str) -> str:
+    """Return the problem of a process that this host can inspect."""
+    return "does not answer, because a thread holds the GIL" if problem == "does not answer" else problem
+
+
+def _namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")

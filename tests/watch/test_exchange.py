@@ -1,0 +1,94 @@
+"""Requests between watchers, on real sockets: answers, silent and exited ranks, wrong tokens, foreign clients."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from allranks._trace.state import RankState
+from allranks._watch.exchange import Answer, Collect, Inspect, Peer, Request, Server, ask
+
+pytestmark = pytest.mark.quick
+
+TOKEN = b"0123456789abcdef"
+
+
+def peer(rank: int, port: int, pid: int = 1) -> Peer:
+    return Peer(rank, pid, "", "here", "m", ("127.0.0.1",), port)
+
+
+def respond(request: Request) -> Answer:
+    assert isinstance(request, Collect | Inspect)
+    return Answer(RankState(7, 1, "running", 0.0), place=f"{type(request).__name__}")
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server(["127.0.0.1"], TOKEN, respond)
+    yield made
+    made.close()
+
+
+def test_each_rank_answers(server: Server) -> None:
+    peers = [peer(rank, server.port) for rank in range(300)]  # more than the connections at a time
+    answers, problems = ask(peers, Collect(0, 10.0), TOKEN, 20.0)
+    assert sorted(answers) == list(range(300))
+    assert {answer.place for answer in answers.values()} == {"Collect"}
+    assert problems == {}
+
+
+def test_exited_rank_is_distinguished_from_a_silent_one(server: Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
+        free = closed.getsockname()[1]
+        closed.close()
+        peers = [peer(0, server.port), peer(1, silent.getsockname()[1]), peer(2, free)]
+        answers, problems = ask(peers, Collect(0, 10.0), TOKEN, 1.0)
+    assert sorted(answers) == [0]
+    assert problems == {1: "does not answer", 2: "has exited"}
+
+
+def test_stopped_process_does_not_answer() -> None:
+    program = (
+        "import sys, time; sys.path.insert(0, sys.argv[1]); import test_exchange as t\n"
+        "print(t.Server(['127.0.0.1'], t.TOKEN, t.respond).port, flush=True); time.sleep(60)"
+    )
+    here = os.path.dirname(__file__)
+    with subprocess.Popen([sys.executable, "-c", program, here], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            port = int(process.stdout.readline())
+            assert ask([peer(0, port)], Collect(0, 1.0), TOKEN, 10.0)[1] == {}
+            process.send_signal(signal.SIGSTOP)
+            assert ask([peer(0, port)], Collect(0, 1.0), TOKEN, 0.5)[1] == {0: "does not answer"}
+        finally:
+            process.kill()
+
+
+def test_other_token_gets_no_answer(server: Server) -> None:
+    answers, problems = ask([peer(0, server.port)], Collect(0, 1.0), b"x" * 16, 2.0)
+    assert answers == {}
+    assert problems == {0: "does not answer"}
+
+
+def test_foreign_clients_do_not_end_the_server(server: Server) -> None:
+    for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000):
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(data)
+    began = time.monotonic()
+    answers, _ = ask([peer(0, server.port)], Collect(0, 1.0), TOKEN, 10.0)
+    assert 0 in answers
+    assert time.monotonic() - began < 10
+
+
+def test_unreachable_host_is_reported(server: Server) -> None:
+    far = Peer(1, 1, "", "far", "other", ("2001:db8::1",), 9)  # for documentation: no network has it
+    answers, problems = ask([peer(0, server.port), far], Collect(0, 1.0), TOKEN, 1.0)
+    assert 0 in answers
+    assert problems[1].startswith("cannot be reached")
