@@ -27,6 +27,11 @@ from pathlib import Path
 PROGRAM = Path(__file__).with_name("program.py")
 LIMIT_S = 10.0
 STARTED = re.compile(r"hangs from (\d+\.\d+)")
+# Lines of a report of a watcher or of the launcher, and of a MismatchError, which allranks raises in place of a hang. The
+# notices of a rendezvous after 5 s name no line.
+REPORT = re.compile(
+    r"(have|has) waited \d+ s in |deadlock: |collective \d+ of the group|^ *(\[\w+\]:?)? *rank \d at \S+:\d+"
+)
 # What a report says of a process that cannot report its line.
 STATES = {"stopped": "stopped"}
 
@@ -97,7 +102,7 @@ def plant(kind: str, backend: str, launcher: str, port: int) -> Result:
     starts = [float(each) for each in STARTED.findall(text)]
     # The hang begins when the last rank arrives at it.
     began = max(starts, default=None)
-    lines = [line for line in text.splitlines() if "waited" in line or "deadlock" in line or "collective" in line]
+    lines = [line for line in text.splitlines() if REPORT.search(line)]
     report = "\n".join(lines)
     after_s = report_at - began if report_at is not None and began is not None else None
     return Result(kind, backend, launcher, report_at is not None and _names_culprit(kind, report), after_s, report)
@@ -107,7 +112,7 @@ def _names_culprit(kind: str, report: str) -> bool:
     if kind in STATES:
         return "rank 1" in report and STATES[kind] in report
     return any(
-        re.search(rf"\branks? (\d, )*{rank}\b", report) and f"program.py:{line} " in report
+        re.search(rf"\branks? (\d, )*{rank}\b", report) and re.search(rf"program\.py:{line}\b", report)
         for rank, line in culprits(kind)
     )
 
@@ -118,8 +123,11 @@ def _read(out: object, job: subprocess.Popen[bytes]) -> tuple[str, float | None]
     while time.time() < until:
         out.seek(0)
         text = out.read()
-        if re.search(r"^.*(have|has) waited|^.*deadlock:|^.*collective \d+ of the group", text, re.MULTILINE):
-            return text, time.time()
+        if any(REPORT.search(line) for line in text.splitlines()):
+            at = time.time()
+            time.sleep(0.3)  # for the lines after the first one
+            out.seek(0)
+            return out.read(), at
         starts = [float(each) for each in STARTED.findall(text)]
         if starts and time.time() > max(starts) + 2 * LIMIT_S:
             return text, None

@@ -246,7 +246,11 @@ print({what})
     ("what", "size", "place"),
     [
         ("(x @ x).sum().item()", 5000, r"which executes aten::\w+; its process is \w[\w ]*"),
-        ("mw.remote(load, on=1)().result()", 1, r"which is at .*script.py:7 in load; its process is sleeping"),
+        (
+            "mw.remote(load, on=1)().result()",
+            1,
+            r"which is at .*script.py:7 in load; its process is sleeping, in a timer",
+        ),
     ],
     ids=["operator", "function"],
 )

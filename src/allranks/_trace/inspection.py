@@ -48,12 +48,17 @@ class QuietClock:
         if (count := reader.count) != self._count:
             self._count, self._since, self._told_s = count, now, 0.0
         limit_s = next_limit(first_s, self._told_s)
-        if now - self._since < limit_s:
+        # `_since` is up to one interval of this method later than the call.
+        if now - self._since < limit_s - 1.5:
             return None
-        # Set even if no call is in progress, so that the record is searched once per limit and not every second.
-        self._told_s = limit_s
         waits = [call for call in reader.open_calls() if not call.async_op or call.awaited]
-        return (waits[0], limit_s) if waits else None
+        if not waits and now - self._since >= limit_s:
+            self._told_s = limit_s  # the record is searched once per limit, and not every second
+        # Half an interval before the limit, so that a report comes at the limit on average.
+        if not waits or now - waits[0].entered_ns / 1e9 < limit_s - min(0.5, limit_s / 10):
+            return None
+        self._told_s = limit_s
+        return waits[0], limit_s
 
 
 def next_limit(first_s: float, told_s: float) -> float:

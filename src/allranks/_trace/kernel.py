@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import msgspec
 
-__all__ = ["KernelWait", "kernel_wait", "process_state"]
+__all__ = ["KernelWait", "kernel_wait", "memory_files", "process_state"]
 
 # Numbers of the system calls in which programs block, by architecture (asm/unistd.h).
 _CALLS = {
@@ -109,3 +110,25 @@ def process_state(pid: int) -> str:
         return "being debugged"
     states = {"R": "running", "S": "sleeping", "D": "in uninterruptible sleep", "T": "stopped", "t": "being debugged"}
     return states.get(status.get("State", "")[:1], "gone")
+
+
+def memory_files(pid: int, name: str) -> list[str]:
+    """Return the paths of the memory files that a process of this host has created, if their name begins with ``name``.
+
+    A process that reads the memory file of another one has it open, too, for a moment. It is not its creator: it opens
+    the file for reading only.
+
+    Raises:
+        OSError: The process has exited, or belongs to another user.
+    """
+    found = []
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{number}"
+        with contextlib.suppress(FileNotFoundError):  # the process has closed it
+            if not os.readlink(path).startswith(f"/memfd:{name}"):
+                continue
+            with open(f"/proc/{pid}/fdinfo/{number}") as file:
+                info = dict(line.split(":", 1) for line in file if ":" in line)
+            if int(info["flags"], 8) & os.O_ACCMODE == os.O_RDWR:
+                found.append(path)
+    return found

@@ -18,6 +18,7 @@ from allranks._base.errors import NotInitializedError, UsageError
 from allranks._base.forks import Descriptor, forks, leak
 from allranks._base.system import refusal
 from allranks._trace.files import FileRecording, TraceOwner
+from allranks._trace.kernel import memory_files
 from allranks._trace.reader import TraceError, TraceReader, memory_bytes
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ MEMORY = "ALLRANKS_RECORD_MEMORY"
 """The variable in which an agent passes memory to a rank: a path in /proc, because a process in between may close
 inherited descriptors."""
 
+_MEMORY_NAME = "allranks-calls"
+
 RECORD_SWITCH = "ALLRANKS_RECORD"
 
 TRACE_FOLDER = "ALLRANKS_TRACE"
@@ -70,7 +73,7 @@ has_agent = False
 def create_memory(world_size: int) -> int:
     """Return a descriptor of memory for the calls of one rank. The caller closes it."""
     try:
-        fd = os.memfd_create("allranks-calls", os.MFD_CLOEXEC)
+        fd = os.memfd_create(_MEMORY_NAME, os.MFD_CLOEXEC)
     except OSError as error:
         raise OSError(error.errno, f"memfd_create: {error.strerror}") from None
     try:
@@ -197,12 +200,10 @@ def reader() -> TraceReader | None:
 
 def memory_of(pid: int) -> TraceReader | None:
     """Return a copy of the record of another process of this host, if it belongs to this user and has no agent."""
-    folder = f"/proc/{pid}/fd"
     try:
-        for name in os.listdir(folder):
-            if os.readlink(f"{folder}/{name}").startswith("/memfd:allranks-calls"):
-                with open(f"{folder}/{name}", "rb") as file:
-                    return TraceReader(file.read())
+        for path in memory_files(pid, _MEMORY_NAME):
+            with open(path, "rb") as file:
+                return TraceReader(file.read())
     except (OSError, TraceError):  # the process has exited, belongs to another user, or has not begun to record
         return None
     return None

@@ -15,6 +15,7 @@ import signal
 import time
 
 from allranks._base.forks import Descriptor, forks
+from allranks._trace.kernel import memory_files
 
 __all__ = ["STACKS", "find_rank", "offer_stacks", "stacks_of"]
 
@@ -52,26 +53,21 @@ def _file_name(rank: str) -> str:
 
 def find_rank(rank: int) -> int:
     """Return the pid of the process of this host that is a rank of the same job and offers its stacks; 0: none."""
-    wanted = f"/memfd:{_file_name(str(rank))} (deleted)"
-    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
-        folder = f"/proc/{pid}/fd"
+    name = _file_name(str(rank)) + " "  # " (deleted)" follows the name
+    for pid in sorted(int(each) for each in os.listdir("/proc") if each.isdecimal()):
         with contextlib.suppress(OSError):  # it has exited, or belongs to another user
-            if any(os.readlink(f"{folder}/{name}") == wanted for name in os.listdir(folder)):
+            if memory_files(pid, name):
                 return pid
     return 0
 
 
 def stacks_of(pid: int) -> str:
     """Return the stacks of another process of this host, as ``faulthandler`` writes them; "" if it offers none."""
-    folder = f"/proc/{pid}/fd"
     try:
-        if not _catches(pid):
+        paths = memory_files(pid, _NAME) if _catches(pid) else []
+        if not paths:
             return ""
-        names = (n for n in os.listdir(folder) if os.readlink(f"{folder}/{n}").startswith(f"/memfd:{_NAME}"))
-        name = next(names, "")
-        if not name:
-            return ""
-        with open(f"{folder}/{name}", "rb") as file:
+        with open(paths[0], "rb") as file:
             # Skip the stacks that earlier signals have written.
             file.seek(0, os.SEEK_END)
             os.kill(pid, STACKS)

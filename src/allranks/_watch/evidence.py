@@ -83,6 +83,13 @@ class Evidence:
 
     def answer(self, collecting: bool = False) -> Answer:
         """Return the state of this rank."""
+        return self.inspect(collecting)[0]
+
+    def inspect(self, collecting: bool = False) -> tuple[Answer, CallState | None]:
+        """Return the state of this rank, and the call of torch in which it waits; None if it waits in none.
+
+        A wait in a group of allranks is part of the state, but the launcher or ``_trace/watcher.py`` reports it.
+        """
         now, wall_ns = time.monotonic(), time.time_ns()
         found = places()
         groups = torch_groups()
@@ -92,6 +99,7 @@ class Evidence:
         if not has_messages:
             calls += self._messages(found, groups, now, wall_ns)
         calls += self._creation_calls(found, now)
+        waiting_call = min((call for call in calls if call.waits), key=lambda call: call.began, default=None)
         own = rank_state(self._rank, os.getpid(), memory.reader())
         calls += own.calls
         ended = [call.state for call in recorded if call.state.ended][-_RECENT:]
@@ -113,12 +121,13 @@ class Evidence:
         )
         # The thread of a server or of allranks may run; the main thread's state is that of the process.
         process = "sleeping" if state.kernel.call else "running"
-        return Answer(
+        answer = Answer(
             msgspec.structs.replace(state, process=process),
             waiting.site if waiting is not None else "",
             "\n".join(render(found)),
             collecting=collecting,
         )
+        return answer, waiting_call
 
     def _creation_groups(self) -> list[GroupState]:
         return [GroupState(CREATION + name, ranks, "", 1, True) for name, (ranks, _, _) in self._creations.items()]
@@ -145,7 +154,7 @@ class Evidence:
             exact = [message for message in mine if message.work() is place.waited]
             message = exact[0] if exact else mine[0] if not place.api else mine[-1]
             group = group_of(message.group, groups)
-            if group is None:
+            if group is None or "gloo" not in group.backend:  # allranks and NCCL record their messages
                 continue
             peer = -1 if message.peer is None else message.peer
             if message.of_group and peer >= 0:

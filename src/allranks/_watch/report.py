@@ -69,12 +69,15 @@ def _problem(answer: Answer | None) -> str:
     return answer.problem if answer is not None else ""
 
 
-def write_report(lines: Sequence[str], answers: Mapping[int, Answer], reporter: int, folder: str) -> Path:
+def write_report(
+    lines: Sequence[str], answers: Mapping[int, Answer], native: Mapping[int, str], reporter: int, folder: str
+) -> Path:
     """Write the report, and the calls and stacks of all ranks, into a new file.
 
     Args:
         lines: The lines of the report.
         answers: The state of each rank.
+        native: Stacks with native code, by rank, as far as they are known.
         reporter: The rank that reports.
         folder: Folder of the file; "" for the folder of temporary files.
 
@@ -88,6 +91,8 @@ def write_report(lines: Sequence[str], answers: Mapping[int, Answer], reporter: 
             text.append(f"  The rank {answer.problem}.")
         text += _calls("in progress", answer.state)
         text += [f"  {line}" for line in answer.stacks.splitlines()]
+        if native.get(rank):
+            text += ["  with native code (py-spy):", *(f"  {line}" for line in native[rank].splitlines())]
     path = Path(folder or tempfile.gettempdir()) / f"allranks-watch-{os.getpid()}-{time.time_ns() // 1_000_000}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(text) + "\n")

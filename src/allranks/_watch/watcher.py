@@ -7,7 +7,9 @@ asks all ranks for their state. Usually several ranks reach the limit at the sam
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -38,6 +40,8 @@ _ANSWER_SHARE = 0.75  # of that time, for a rank to answer: about 50 ms, or 1 s 
 _STAGGER_S = 0.05  # by how much each rank of a group collects later than the one before it
 _STAGGER_MOST_S = 0.3
 _SAME_S = 0.1  # two calls that began within this time are the same call
+_NATIVE_S = 10.0  # for py-spy to read the native stacks of one process: it reads the symbols of torch first
+_MOST_NATIVE = 4  # processes
 _PREFIX = "allranks/watch"
 _TOKEN_BYTES = 16
 _NOT_JOINED = "has not called init_process_group"
@@ -139,7 +143,7 @@ class Watcher:
         first_s = self._limit_s - self._early_s
         if self.evidence.longest_wait_s() < first_s:
             return _LOOK_S
-        call = self.evidence.answer().state.waiting
+        _, call = self.evidence.inspect()
         if call is None:
             self._look_at = now + first_s / 2
             return _LOOK_S
@@ -171,8 +175,7 @@ class Watcher:
             collected = time.monotonic()
             # If the late rank was only slow, this rank proceeds before the limit.
             while answers is not None:
-                mine = self.evidence.answer()
-                now_waiting = mine.state.waiting
+                mine, now_waiting = self.evidence.inspect()
                 if now_waiting is None or abs(now_waiting.began - call.began) > _SAME_S:
                     return
                 if now_waiting.seconds >= limit_s:
@@ -229,8 +232,8 @@ class Watcher:
         if isinstance(request, Collect):
             with self._lock:
                 collecting = self._collecting
-            answer = self.evidence.answer(collecting)
-            if not collecting and (call := answer.state.waiting) is not None:
+            answer, call = self.evidence.inspect(collecting)
+            if not collecting and call is not None:
                 # The report of the collector includes the wait of this rank.
                 self._note_wait(call)
                 self._told_s = max(self._told_s, request.limit_s)
@@ -250,17 +253,41 @@ class Watcher:
         self._told.add(key)
         if abort:
             lines.append(f"all ranks exit, because a wait has lasted {self._abort_s:g} s (--abort-after)")
-        try:
-            lines.append(f"calls and stacks of all ranks: {write_report(lines, answers, self._rank, self._folder)}")
-        except OSError as error:
-            lines.append(f"calls and stacks are not written into a file: {error}")
         text = "".join(f"allranks watch: {line}\n" for line in lines)
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        self._say(text)
+        native = {
+            rank: native_stacks(peer.pid)
+            for rank in found.late[:_MOST_NATIVE]
+            if (peer := self._peers.get(rank)) is not None and peer.machine == self._machine
+        }
+        try:
+            path = write_report(lines, answers, native, self._rank, self._folder)
+            self._say(f"allranks watch: calls and stacks of all ranks: {path}\n")
+        except OSError as error:
+            self._say(f"allranks watch: calls and stacks are not written into a file: {error}\n")
         if abort:
             others = [peer for rank, peer in self._peers.items() if rank != self._rank]
             ask(others, Announce(text), self._token, self._answer_s)
             os._exit(IDLE)
+
+    def _say(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def native_stacks(pid: int) -> str:
+    """Return the stacks of Python and native code of a process of this host; "" without py-spy or the permission."""
+    command = shutil.which("py-spy")
+    if command is None:
+        return ""
+    try:
+        done = subprocess.run(
+            [command, "dump", "--native", "--pid", str(pid)],
+            capture_output=True, text=True, errors="replace", timeout=_NATIVE_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
 
 
 def inspect_process(peer: Peer, problem: str) -> Answer:
