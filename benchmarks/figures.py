@@ -427,6 +427,48 @@ def trace_lines():
     yield measured("trace")
 
 
+def watch_lines():
+    """The cost of the watcher on torch's gloo."""
+    found = load("watch")
+    for name, row in found["rows"].items():
+        more = row["watched_us"] - row["plain_us"]
+        yield (
+            f"- {name}: {row['plain_us']:,.0f} us, watched {row['watched_us']:,.0f} us (median of {found['runs']} pairs"
+            f" of runs; median ratio {row['ratio']:.3f}{f'; {more:.1f} us more' if row['plain_us'] < 100 else ''})."
+        )
+    yield ""
+    yield measured("watch")
+
+
+def hang_lines():
+    """How long after the beginning of each kind of hang the report comes."""
+    results = load("hangs")["results"]
+    columns = sorted({(row["backend"], row["launcher"]) for row in results}, key=lambda each: (each[0] != "gloo", each))
+    found = {(row["kind"], row["backend"], row["launcher"]): row for row in results}
+    yield "| kind | " + " | ".join(f"{backend}, {LAUNCHERS[launcher]}" for backend, launcher in columns) + " |"
+    yield "|---" * (len(columns) + 1) + "|"
+    for kind in dict.fromkeys(row["kind"] for row in results):
+        cells = [found.get((kind, *column)) for column in columns]
+        shown = [
+            "-"
+            if row is None
+            else f"{row['after_s']:.1f} s"
+            if row["correct"] and row["after_s"] is not None
+            else "missed"
+            for row in cells
+        ]
+        yield f"| {kind.replace('_', ' ')} | {' | '.join(shown)} |"
+    correct = sum(row["correct"] for row in results)
+    late = sum(row["after_s"] is None or row["after_s"] > 11 for row in results)
+    yield ""
+    yield f"{correct} of {len(results)} reports name the rank and the line; {len(results) - late} come within 11 s."
+    yield ""
+    yield measured("hangs")
+
+
+LAUNCHERS = {"allranks": "allranks run", "torchrun": "torchrun", "srun": "srun"}
+
+
 def overlap_lines(overlaps):
     """The part of an asynchronous call that a computation hides."""
     hidden = {
@@ -717,7 +759,8 @@ def master_line():
 def main():
     pages = {
         "README.md": [readme_lines],
-        "docs/performance.md": [performance_lines, trace_lines],
+        "docs/performance.md": [performance_lines, trace_lines, watch_lines],
+        "docs/hangs.md": [hang_lines],
         "docs/rendezvous.md": [rendezvous_table],
         "docs/master_worker.md": [master_table],
         "docs/resilience.md": [resilience_table],

@@ -27,8 +27,8 @@ from pathlib import Path
 PROGRAM = Path(__file__).with_name("program.py")
 LIMIT_S = 10.0
 STARTED = re.compile(r"hangs from (\d+\.\d+)")
-# Lines of a report of a watcher or of the launcher, and of a MismatchError, which allranks raises in place of a hang. The
-# notices of a rendezvous after 5 s name no line.
+# Lines of a report of a watcher or of the launcher, and of a MismatchError, which allranks raises in place of a hang.
+# The notices of a rendezvous after 5 s name no line.
 REPORT = re.compile(
     r"(have|has) waited \d+ s in |deadlock: |collective \d+ of the group|^ *(\[\w+\]:?)? *rank \d at \S+:\d+"
 )
@@ -194,7 +194,7 @@ def main() -> int:
     late = [result for result in results if result.after_s is None or result.after_s > LIMIT_S + 1]
     print(f"{correct} of {len(results)} correct, {len(results) - len(late)} within {LIMIT_S + 1:g} s")
     if args.json:
-        Path(args.json).write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+        Path(args.json).write_text(json.dumps({"results": [asdict(result) for result in results]}, indent=1) + "\n")
     return 0 if correct == len(results) else 1
 
 

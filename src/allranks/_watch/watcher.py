@@ -226,6 +226,8 @@ class Watcher:
         if found:
             return msgspec.structs.replace(next(iter(found.values())), problem=_explain(problem))
         process = "gone" if problem == "has exited" else "not visible from here"
+        if problem == "does not answer":
+            problem = "does not answer, because it is stopped or a thread holds the GIL"
         return Answer(RankState(peer.rank, peer.pid, process, time.monotonic()), problem=problem)
 
     def _respond(self, request: Request) -> Answer | None:

@@ -1,0 +1,103 @@
+"""Reports of waits on torch's gloo between two hosts: a late rank, a rank that holds the GIL, a host that is cut off.
+
+The ranks are started one by one with the variables of env://, as srun or a script does. Rank 0 serves torch's store.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.cluster import Cluster
+
+PROGRAM = """
+import os, re, signal, sys, time
+import torch
+import torch.distributed as dist
+
+def load(how):
+    if how == "sleep": time.sleep(60)
+    if how == "stop": os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "gil": re.match("(a+)+$", "a" * 64 + "b")
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(4))
+print("up", flush=True)
+if dist.get_rank() == 2:
+    load(sys.argv[1])
+if sys.argv[1] == "cut":
+    time.sleep(1)
+dist.all_reduce(torch.ones(4))
+"""
+WAITED = r"allranks watch: ranks 0-1 have waited \d s in all_reduce #2 \(script.py:17 in <module>\) for rank 2 \(node1\), "
+
+
+@pytest.fixture
+def ranks(three_hosts: Cluster, tmp_path: Path) -> Iterator[object]:
+    started: list[subprocess.Popen[str]] = []
+    (tmp_path / "script.py").write_text(PROGRAM)
+
+    def start(how: str) -> list[subprocess.Popen[str]]:
+        for rank, host in enumerate((0, 0, 1)):
+            place = three_hosts.hosts[host]
+            environ = os.environ | {
+                "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": three_hosts.hosts[0].address, "MASTER_PORT": "29555",
+                "GLOO_SOCKET_IFNAME": "eth0", "ALLRANKS_WATCH": "1", "ALLRANKS_NOTICE_AFTER": "5s",
+                "ALLRANKS_WATCH_FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
+            started.append(
+                subprocess.Popen(
+                    place.inside(sys.executable, "script.py", how),
+                    cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                )  # fmt: skip
+            )
+        return started
+
+    yield start
+    for each in started:
+        each.kill()
+        each.communicate()
+
+
+def report(process: subprocess.Popen[str]) -> str:
+    """Return the first line of a report."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("allranks watch: "):
+            return line
+    raise AssertionError("no report")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("sleep", "which is at script.py:7 in load; its process is sleeping, in a timer"),
+        ("stop", "which does not answer, because it is stopped or a thread holds the GIL"),
+        ("gil", "which does not answer, because it is stopped or a thread holds the GIL"),
+    ],
+)
+def test_late_rank_on_another_host_is_named(ranks, how: str, said: str) -> None:  # type: ignore[no-untyped-def]
+    first, *_ = ranks(how)
+    line = report(first)
+    assert re.fullmatch(WAITED + re.escape(said) + "\n", line), line
+
+
+def test_host_that_is_cut_off_is_named(three_hosts: Cluster, ranks) -> None:  # type: ignore[no-untyped-def]
+    first, second, third = ranks("cut")
+    for each in (first, second, third):
+        assert each.stdout is not None
+        for line in each.stdout:
+            if line == "up\n":
+                break
+    three_hosts.cut(1)
+    try:
+        line = report(first)
+        assert "for rank 2 (node1), which cannot be reached" in line
+    finally:
+        three_hosts.plug(1)
