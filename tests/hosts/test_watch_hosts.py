@@ -35,7 +35,17 @@ if sys.argv[1] == "cut":
     time.sleep(1)
 dist.all_reduce(torch.ones(4))
 """
-WAITED = r"allranks watch: ranks 0-1 have waited \d s in all_reduce #2 \(script.py:17 in <module>\) for rank 2 \(node1\), "
+VARIABLES = {
+    "WORLD_SIZE": "3",
+    "MASTER_PORT": "29555",
+    "GLOO_SOCKET_IFNAME": "eth0",
+    "ALLRANKS_WATCH": "1",
+    "ALLRANKS_NOTICE_AFTER": "5s",
+    "OMP_NUM_THREADS": "1",
+}
+WAITED = (
+    r"allranks watch: ranks 0-1 have waited \d s in all_reduce #2 \(script.py:18 in <module>\) for rank 2 \(node1\), "
+)
 
 
 @pytest.fixture
@@ -46,17 +56,13 @@ def ranks(three_hosts: Cluster, tmp_path: Path) -> Iterator[object]:
     def start(how: str) -> list[subprocess.Popen[str]]:
         for rank, host in enumerate((0, 0, 1)):
             place = three_hosts.hosts[host]
-            environ = os.environ | {
-                "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": three_hosts.hosts[0].address, "MASTER_PORT": "29555",
-                "GLOO_SOCKET_IFNAME": "eth0", "ALLRANKS_WATCH": "1", "ALLRANKS_NOTICE_AFTER": "5s",
-                "ALLRANKS_WATCH_FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1",
-            }  # fmt: skip
-            started.append(
-                subprocess.Popen(
-                    place.inside(sys.executable, "script.py", how),
-                    cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                )  # fmt: skip
+            environ = os.environ | VARIABLES | {"RANK": str(rank), "MASTER_ADDR": three_hosts.hosts[0].address}
+            environ["ALLRANKS_WATCH_FOLDER"] = str(tmp_path)
+            command = place.inside("env", "-C", str(tmp_path), sys.executable, "script.py", how)
+            process = subprocess.Popen(
+                command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
+            started.append(process)
         return started
 
     yield start
@@ -71,7 +77,7 @@ def report(process: subprocess.Popen[str]) -> str:
     for line in process.stdout:
         if line.startswith("allranks watch: "):
             return line
-    raise AssertionError("no report")
+    raise AssertionError(f"no report, exit code {process.wait()}")
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,7 @@ def test_shown_command_prints_the_shown_report(tmp_path: Path) -> None:
     environ |= {"OMP_NUM_THREADS": "1", "TMPDIR": "/tmp", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     # A port of its own: other tests may use the port of torchrun.
     command = [*words[:4], "--standalone", *words[4:]]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=150, check=True
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=150, check=True)
     said = "".join(line for line in done.stderr.splitlines(keepends=True) if line.startswith("allranks watch: "))
     shown = block("text")
     assert doctest.OutputChecker().check_output(shown, said, doctest.ELLIPSIS), said
@@ -41,17 +39,3 @@ def test_shown_command_prints_the_shown_report(tmp_path: Path) -> None:
     report.unlink()
     # The job was not aborted: it ended by itself.
     assert done.returncode == 0
-
-
-def test_every_phrase_of_the_table_is_one_that_a_report_prints() -> None:
-    sources = "".join(
-        path.read_text() for folder in ("_trace", "_watch") for path in (ROOT / "src/allranks" / folder).glob("*.py")
-    )
-    table = PAGE.partition("## Read the report")[2].partition("\n## ")[0]
-    phrases = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
-    assert len(phrases) > 10
-    for phrase in phrases:
-        # The constant beginning of the phrase, without the values of the example.
-        words = re.sub(r" (of /mnt|as collective|to collective|\d|train\.py).*|: ranks 0-1.*| \(kernel.*", "", phrase)
-        words = words.strip("()")
-        assert words.split(" (")[0].removesuffix(" in evaluate") in sources or words.startswith("blocked in"), phrase
