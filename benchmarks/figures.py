@@ -431,10 +431,11 @@ def watch_lines():
     """The cost of the watcher on torch's gloo."""
     found = load("watch")
     for name, row in found["rows"].items():
-        more = row["watched_us"] - row["plain_us"]
+        more = (row["ratio"] - 1) * row["plain_us"]
+        shown = f", {more:.1f} us more" if row["plain_us"] < 100 else ""
         yield (
-            f"- {name}: {row['plain_us']:,.0f} us, watched {row['watched_us']:,.0f} us (median of {found['runs']} pairs"
-            f" of runs; median ratio {row['ratio']:.3f}{f'; {more:.1f} us more' if row['plain_us'] < 100 else ''})."
+            f"- {name}: {row['plain_us']:,.0f} us; watched {row['ratio']:.2f}x{shown} (median of {found['runs']} pairs of"
+            " runs)."
         )
     yield ""
     yield measured("watch")

@@ -9,7 +9,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,40 +45,40 @@ VARIABLES = {
     "OMP_NUM_THREADS": "1",
 }
 WAITED = (
-    r"allranks watch: ranks 0-1 have waited \d s in all_reduce #2 \(script.py:18 in <module>\) for rank 2 \(node1\), "
+    r"allranks watch: ranks 0-1 have waited 5 s in all_reduce #2 \(script.py:18 in <module>\) for rank 2 \(node1\), "
 )
 
 
 @pytest.fixture
-def ranks(three_hosts: Cluster, tmp_path: Path) -> Iterator[object]:
-    started: list[subprocess.Popen[str]] = []
+def start(three_hosts: Cluster, tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """A function that starts three ranks, and returns the file with the output of all."""
+    started: list[subprocess.Popen[bytes]] = []
     (tmp_path / "script.py").write_text(PROGRAM)
 
-    def start(how: str) -> list[subprocess.Popen[str]]:
-        for rank, host in enumerate((0, 0, 1)):
-            place = three_hosts.hosts[host]
-            environ = os.environ | VARIABLES | {"RANK": str(rank), "MASTER_ADDR": three_hosts.hosts[0].address}
-            environ["ALLRANKS_WATCH_FOLDER"] = str(tmp_path)
-            command = place.inside("env", "-C", str(tmp_path), sys.executable, "script.py", how)
-            process = subprocess.Popen(
-                command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-            started.append(process)
-        return started
+    def start(how: str) -> Path:
+        with (tmp_path / "output").open("ab") as output:
+            for rank, host in enumerate((0, 0, 1)):
+                place = three_hosts.hosts[host]
+                environ = os.environ | VARIABLES | {"RANK": str(rank), "MASTER_ADDR": three_hosts.hosts[0].address}
+                environ["ALLRANKS_WATCH_FOLDER"] = str(tmp_path)
+                command = place.inside("env", "-C", str(tmp_path), sys.executable, "script.py", how)
+                started.append(subprocess.Popen(command, env=environ, stdout=output, stderr=output))
+        return tmp_path / "output"
 
     yield start
     for each in started:
         each.kill()
-        each.communicate()
+        each.wait()
 
 
-def report(process: subprocess.Popen[str]) -> str:
-    """Return the first line of a report."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("allranks watch: "):
-            return line
-    raise AssertionError(f"no report, exit code {process.wait()}")
+def wait_for(output: Path, pattern: str) -> str:
+    """Return the first match of a pattern in the output."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        if found := re.search(pattern, output.read_text(), re.MULTILINE):
+            return found[0]
+        time.sleep(0.1)
+    raise AssertionError(f"no {pattern} in {output.read_text()}")
 
 
 @pytest.mark.parametrize(
@@ -88,22 +89,17 @@ def report(process: subprocess.Popen[str]) -> str:
         ("gil", "which does not answer, because it is stopped or a thread holds the GIL"),
     ],
 )
-def test_late_rank_on_another_host_is_named(ranks, how: str, said: str) -> None:  # type: ignore[no-untyped-def]
-    first, *_ = ranks(how)
-    line = report(first)
-    assert re.fullmatch(WAITED + re.escape(said) + "\n", line), line
+def test_late_rank_on_another_host_is_named(start: Callable[[str], Path], how: str, said: str) -> None:
+    line = wait_for(start(how), r"^allranks watch: .* waited .*$")
+    assert re.fullmatch(WAITED + re.escape(said), line), line
 
 
-def test_host_that_is_cut_off_is_named(three_hosts: Cluster, ranks) -> None:  # type: ignore[no-untyped-def]
-    first, second, third = ranks("cut")
-    for each in (first, second, third):
-        assert each.stdout is not None
-        for line in each.stdout:
-            if line == "up\n":
-                break
+def test_host_that_is_cut_off_is_named(three_hosts: Cluster, start: Callable[[str], Path]) -> None:
+    output = start("cut")
+    wait_for(output, r"(?s)up\n.*up\n.*up\n")
     three_hosts.cut(1)
     try:
-        line = report(first)
+        line = wait_for(output, r"^allranks watch: .* waited .*$")
         assert "for rank 2 (node1), which cannot be reached" in line
     finally:
         three_hosts.plug(1)

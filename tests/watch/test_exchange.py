@@ -13,15 +13,24 @@ from collections.abc import Iterator
 import pytest
 
 from allranks._trace.state import RankState
-from allranks._watch.exchange import Answer, Collect, Inspect, Peer, Request, Server, ask
+from allranks._watch import exchange
+from allranks._watch.exchange import Answer, Collect, Inspect, Peer, Request, Server
 
 pytestmark = pytest.mark.quick
 
 TOKEN = b"0123456789abcdef"
+NAME = f"allranks-watch-test-{os.getpid()}"
 
 
-def peer(rank: int, port: int, pid: int = 1) -> Peer:
-    return Peer(rank, pid, "", "here", "m", ("127.0.0.1",), port)
+def peer(rank: int, port: int) -> Peer:
+    """Return a rank of another host, at a port of this one."""
+    return Peer(rank, 1, "", "there", "other", "", ("127.0.0.1",), port)
+
+
+def ask(
+    peers: list[Peer], request: Request, token: bytes, timeout_s: float
+) -> tuple[dict[int, Answer], dict[int, str]]:
+    return exchange.ask(peers, request, token, "m", timeout_s)
 
 
 def respond(request: Request) -> Answer:
@@ -31,7 +40,7 @@ def respond(request: Request) -> Answer:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    made = Server(["127.0.0.1"], TOKEN, respond)
+    made = Server(NAME, ["127.0.0.1"], TOKEN, respond)
     yield made
     made.close()
 
@@ -57,7 +66,7 @@ def test_exited_rank_is_distinguished_from_a_silent_one(server: Server) -> None:
 def test_stopped_process_does_not_answer() -> None:
     program = (
         "import sys, time; sys.path.insert(0, sys.argv[1]); import test_exchange as t\n"
-        "print(t.Server(['127.0.0.1'], t.TOKEN, t.respond).port, flush=True); time.sleep(60)"
+        "print(t.Server(t.NAME + 'x', ['127.0.0.1'], t.TOKEN, t.respond).port, flush=True); time.sleep(60)"
     )
     here = os.path.dirname(__file__)
     with subprocess.Popen([sys.executable, "-c", program, here], stdout=subprocess.PIPE, text=True) as process:
@@ -88,7 +97,19 @@ def test_foreign_clients_do_not_end_the_server(server: Server) -> None:
 
 
 def test_unreachable_host_is_reported(server: Server) -> None:
-    far = Peer(1, 1, "", "far", "other", ("2001:db8::1",), 9)  # for documentation: no network has it
+    far = Peer(1, 1, "", "far", "other", "", ("2001:db8::1",), 9)  # for documentation: no network has it
     answers, problems = ask([peer(0, server.port), far], Collect(0, 1.0), TOKEN, 1.0)
     assert 0 in answers
     assert problems[1].startswith("cannot be reached")
+
+
+def test_rank_of_the_same_host_is_asked_without_a_port() -> None:
+    server = Server(NAME + "-local", [], TOKEN, respond)
+    local, gone = (Peer(rank, 1, "", "here", "m", name) for rank, name in ((0, NAME + "-local"), (1, NAME + "-gone")))
+    try:
+        assert server.port == 0
+        answers, problems = ask([local, gone], Collect(0, 1.0), TOKEN, 2.0)
+    finally:
+        server.close()
+    assert sorted(answers) == [0]
+    assert problems == {1: "has exited"}

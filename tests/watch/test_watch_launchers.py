@@ -22,8 +22,12 @@ mode, rank = sys.argv[1], int(os.environ["RANK"])
 x = torch.ones(4)
 dist.init_process_group("gloo")
 dist.all_reduce(x)
+if mode == "again":
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    dist.all_reduce(x)
 if rank == 1:
-    if mode == "sleep":
+    if mode in ("sleep", "again"):
         time.sleep(60)  # sleeps
     if mode == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -113,6 +117,12 @@ def test_late_rank_is_named_with_its_line(tmp_path: Path, launcher: list[str], w
 def test_stopped_rank_is_named(tmp_path: Path) -> None:
     text = run(tmp_path, TORCHRUN, "stop", "calls and stacks", ALLRANKS_WATCH="1")
     assert "for rank 1, whose process is stopped\n" in text
+
+
+def test_default_group_that_is_created_again_is_watched(tmp_path: Path) -> None:
+    # Under torchrun, torch 2.13 itself fails in some runs: gloo reads the addresses of the first group.
+    text = run(tmp_path, ALLRANKS, "again", "calls and stacks")
+    assert f"for rank 1, which is at hung.py:{LINES['sleeps']} in <module>" in text
 
 
 def test_ranks_out_of_step_are_named_with_both_lines(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -96,7 +97,9 @@ def helper_of(caller: FrameType | None) -> Mapping[str, Any] | None:
 
     torch passes only part of them to the backend.
     """
-    if caller is None or caller.f_code is not _c10d.distributed_c10d._new_process_group_helper.__code__:
+    # The watcher wraps the function.
+    helper = inspect.unwrap(_c10d.distributed_c10d._new_process_group_helper)
+    if caller is None or caller.f_code is not helper.__code__:
         return None
     return caller.f_locals
 

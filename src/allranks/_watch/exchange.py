@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -42,8 +43,9 @@ class Peer(msgspec.Struct, frozen=True):
         namespace: The namespace of its pid. Pids of two processes are comparable only in the same namespace.
         host: Name of its host.
         machine: Identity of its host.
-        addresses: Addresses of its host.
-        port: Port on which its watcher listens.
+        name: Name of the abstract unix socket on which its watcher listens, for ranks of its host.
+        addresses: Addresses of its host. Empty if the job has only one host: its watchers open no port.
+        port: Port on which its watcher listens; 0 without addresses.
     """
 
     rank: int
@@ -51,8 +53,9 @@ class Peer(msgspec.Struct, frozen=True):
     namespace: str
     host: str
     machine: str
-    addresses: tuple[str, ...]
-    port: int
+    name: str
+    addresses: tuple[str, ...] = ()
+    port: int = 0
 
 
 class Collect(msgspec.Struct, frozen=True, tag=True):
@@ -110,7 +113,8 @@ class Server:
     """Answers requests in a thread that waits without the GIL.
 
     Args:
-        addresses: Addresses of this host to listen on.
+        name: Name of an abstract unix socket to listen on.
+        addresses: Addresses of this host to listen on, too.
         token: The token that a request must have.
         respond: Returns the answer; None for a request that has none.
 
@@ -118,17 +122,19 @@ class Server:
         OSError: The system provides no port or no thread.
     """
 
-    def __init__(self, addresses: Sequence[str], token: bytes, respond: Callable[[Request], Answer | None]) -> None:
+    def __init__(
+        self, name: str, addresses: Sequence[str], token: bytes, respond: Callable[[Request], Answer | None]
+    ) -> None:
         self._token = token
         self._respond = respond
         self._decoder = msgspec.msgpack.Decoder(_Message)
         self._sockets = listen(addresses, 0, _BACKLOG)
-        self.port: int = self._sockets[0].getsockname()[1]
-        self._threads = [
-            Daemon(target=self._serve, args=(sock,), name="allranks-watch-answers") for sock in self._sockets
-        ]
-        for thread in self._threads:
-            thread.start()
+        self.port: int = self._sockets[0].getsockname()[1] if self._sockets else 0
+        self._sockets.append(Socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        self._sockets[-1].bind("\0" + name)
+        self._sockets[-1].listen(_BACKLOG)
+        self._thread = Daemon(target=self._serve, name="allranks-watch-answers")
+        self._thread.start()
 
     def close(self) -> None:
         """Stop answering."""
@@ -137,20 +143,27 @@ class Server:
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
 
-    def _serve(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except (OSError, ValueError):  # closed
-                return
-            with connection:
-                # A client that breaks off, or that is no watcher, must not end the thread.
-                with suppress(OSError, msgspec.MsgspecError):
-                    connection.settimeout(_READ_S)
-                    message = self._decoder.decode(_read(connection))
-                    if hmac.compare_digest(message.token, self._token):
-                        answer = self._respond(message.request)
-                        connection.sendall(msgspec.msgpack.encode(answer))
+    def _serve(self) -> None:
+        with selectors.PollSelector() as selector:
+            for sock in self._sockets:
+                selector.register(sock, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    try:
+                        connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
+                    except (OSError, ValueError):  # closed
+                        return
+                    self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection:
+            # A client that breaks off, or that is no watcher, must not end the thread.
+            with suppress(OSError, msgspec.MsgspecError):
+                connection.settimeout(_READ_S)
+                message = self._decoder.decode(_read(connection))
+                if hmac.compare_digest(message.token, self._token):
+                    answer = self._respond(message.request)
+                    connection.sendall(msgspec.msgpack.encode(answer))
 
 
 def _read(connection: socket.socket) -> bytes:
@@ -163,23 +176,27 @@ def _read(connection: socket.socket) -> bytes:
 class _Connection:
     """One request: it tries the addresses of the peer one after the other."""
 
-    def __init__(self, peer: Peer, request: bytes) -> None:
+    def __init__(self, peer: Peer, request: bytes, here: bool) -> None:
         self.peer = peer
         self.answer: Answer | None = None
         self.problem = "does not answer"
         self.sock: socket.socket | None = None
         self._request = request
         self._received = bytearray()
-        # The addresses of this host work without a network.
-        self._addresses = nearest_first(peer.addresses)
+        self._targets: list[tuple[int, Any]] = [(socket.AF_UNIX, "\0" + peer.name)]
+        if not here:
+            self._targets = [
+                (socket.AF_INET6 if ":" in address else socket.AF_INET, (address, peer.port))
+                for address in nearest_first(peer.addresses)
+            ]
 
     def begin(self) -> bool:
         """Connect to the next address. Return False if there is none."""
-        while self._addresses:
-            address = self._addresses.pop(0)
-            sock = Socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        while self._targets:
+            family, target = self._targets.pop(0)
+            sock = Socket(family, socket.SOCK_STREAM)
             sock.setblocking(False)
-            error = sock.connect_ex((address, self.peer.port))
+            error = sock.connect_ex(target)
             if error in (0, errno.EINPROGRESS):
                 self.sock = sock
                 self.problem = "cannot be reached"
@@ -224,9 +241,16 @@ class _Connection:
 
 
 def ask(
-    peers: Sequence[Peer], request: Request, token: bytes, timeout_s: float
+    peers: Sequence[Peer], request: Request, token: bytes, machine: str, timeout_s: float
 ) -> tuple[dict[int, Answer], dict[int, str]]:
     """Send a request to ranks.
+
+    Args:
+        peers: The ranks.
+        request: The request.
+        token: The token of the job.
+        machine: Identity of this host.
+        timeout_s: How long to wait for the answers.
 
     Returns:
         The answers, by rank, and for each rank without an answer the reason: it ``has exited``, ``cannot be reached``
@@ -237,7 +261,9 @@ def ask(
     answers: dict[int, Answer] = {}
     problems: dict[int, str] = {}
     for first in range(0, len(peers), _AT_A_TIME):
-        connections = [_Connection(peer, message) for peer in peers[first : first + _AT_A_TIME]]
+        connections = [
+            _Connection(peer, message, peer.machine == machine) for peer in peers[first : first + _AT_A_TIME]
+        ]
         _run(connections, time.monotonic() + timeout_s)
         for each in connections:
             if each.answer is not None:

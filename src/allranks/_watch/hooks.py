@@ -20,6 +20,7 @@ __all__ = ["install"]
 _WATCH = "ALLRANKS_WATCH"  # `_cluster.env` declares it; torch's import should not load that module
 
 _watcher: Watcher | None = None
+_started = 0
 
 
 def install(c10d: Any) -> None:
@@ -40,7 +41,8 @@ def install(c10d: Any) -> None:
         # Read at each call: the launcher imports torch once, before it forks its ranks.
         if os.environ.get(_WATCH, "0") in ("", "0"):
             return create(group_size, group_rank, ranks, backend, store, *args, **kw)
-        if not ranks:
+        # A program may create another world beside its default group, with a store of its own.
+        if not ranks and not c10d.is_initialized():
             _start(c10d, group_rank, group_size, store)
         name = str(args[0] if args else kw.get("group_name", ""))
         watcher = _watcher
@@ -56,7 +58,7 @@ def install(c10d: Any) -> None:
 
 
 def _start(c10d: Any, rank: int, size: int, store: Any) -> None:
-    global _watcher
+    global _watcher, _started
     from allranks._cluster.env import ABORT_AFTER, WATCH_FOLDER, notice_seconds, read_seconds
     from allranks._watch.messages import record_messages
     from allranks._watch.watcher import Watcher
@@ -72,5 +74,6 @@ def _start(c10d: Any, rank: int, size: int, store: Any) -> None:
         return
     record_messages(c10d)
     abort_s = read_seconds(os.environ, ABORT_AFTER) or 0.0
-    _watcher = Watcher(rank, size, clone(), limit_s, abort_s, os.environ.get(WATCH_FOLDER, ""))
+    _watcher = Watcher(rank, size, clone(), limit_s, abort_s, os.environ.get(WATCH_FOLDER, ""), _started)
+    _started += 1
     _watcher.start()

@@ -14,11 +14,11 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import msgspec
 
+from allranks._base.errors import AllranksError
 from allranks._base.exit_codes import IDLE
 from allranks._base.threads import Daemon
 from allranks._cluster.network import machine, published_addresses
@@ -42,6 +42,7 @@ _STAGGER_MOST_S = 0.3
 _SAME_S = 0.1  # two calls that began within this time are the same call
 _NATIVE_S = 10.0  # for py-spy to read the native stacks of one process: it reads the symbols of torch first
 _MOST_NATIVE = 4  # processes
+_FIRST_S = 0.1  # until the first check, and until the second attempt to read the addresses of the ranks
 _PREFIX = "allranks/watch"
 _TOKEN_BYTES = 16
 _NOT_JOINED = "has not called init_process_group"
@@ -57,10 +58,18 @@ class Watcher:
         limit_s: Seconds of waiting after which a report is made.
         abort_s: Seconds of waiting after which all ranks exit; 0: never.
         folder: Folder of the files with reports; "" for the folder of temporary files.
+        number: How many watchers this process had before: a program may create its default group again.
     """
 
     def __init__(
-        self, rank: int, world_size: int, store: Any, limit_s: float, abort_s: float = 0.0, folder: str = ""
+        self,
+        rank: int,
+        world_size: int,
+        store: Any,
+        limit_s: float,
+        abort_s: float = 0.0,
+        folder: str = "",
+        number: int = 0,
     ) -> None:
         self._rank = rank
         self._size = world_size
@@ -70,6 +79,8 @@ class Watcher:
         self._answer_s = self._early_s * _ANSWER_SHARE
         self._abort_s = abort_s
         self._folder = folder
+        self._number = number
+        self._retry_s = _FIRST_S
         self.evidence = Evidence(rank, world_size)
         self._machine = machine()
         self._peers: dict[int, Peer] = {}
@@ -96,43 +107,60 @@ class Watcher:
     def _run(self) -> None:
         try:
             self._publish()
-        except (OSError, RuntimeError) as error:  # torch's errors of stores are RuntimeErrors
+        except (OSError, RuntimeError, AllranksError) as error:  # torch's errors of stores are RuntimeErrors
             sys.stderr.write(f"allranks watch: rank {self._rank}: waits are not reported: {error}\n")
             return
-        pause_s = 0.1
+        pause_s = _FIRST_S
         while not self._stop.wait(pause_s):
-            if len(self._peers) < self._size:
+            if self._store is not None:
                 self._read_peers()
             pause_s = self._look()
+            if self._store is not None:
+                self._retry_s = min(2 * self._retry_s, _LOOK_S)
+                pause_s = min(pause_s, self._retry_s)
 
     def _publish(self) -> None:
         """Publish the address of this rank in the store, and agree on the token."""
-        token_key = f"{_PREFIX}/token"
         # The first value stays. torch's stores return the stored value.
-        self._token = bytes(self._store.compare_set(token_key, "", os.urandom(_TOKEN_BYTES).hex()))
-        addresses = ("127.0.0.1", *published_addresses())
-        self._server = Server(addresses, self._token, self._respond)
-        # Other hosts must not try 127.0.0.1, which is their own.
-        me = Peer(
-            self._rank, os.getpid(), _namespace(), socket.gethostname(), self._machine, addresses, self._server.port
-        )
+        self._token = bytes(self._store.compare_set(self._key("token"), "", os.urandom(_TOKEN_BYTES).hex()))
+        # Between the ranks of one host, a port is neither needed nor opened.
+        one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(self._size)
+        addresses = () if one_host else published_addresses()
+        name = f"allranks-watch-{os.getpid()}-{os.urandom(8).hex()}"
+        self._server = Server(name, addresses, self._token, self._respond)
+        port = self._server.port
+        me = Peer(self._rank, os.getpid(), _namespace(), socket.gethostname(), self._machine, name, addresses, port)
         self._peers[self._rank] = me
-        self._store.set(f"{_PREFIX}/{self._rank}", msgspec.json.encode(me).decode())
+        self._store.set(self._key(str(self._rank)), msgspec.json.encode(me).decode())
+        self._store.add(self._key("count"), 1)
 
-    def _read_peers(self) -> None:
-        """Read the addresses that other ranks have published since the last attempt."""
-        with suppress(RuntimeError):  # the store's server has exited; the known addresses remain
-            for rank in range(self._size):
-                key = f"{_PREFIX}/{rank}"
-                if rank not in self._peers and self._store.check([key]):
-                    peer = msgspec.json.decode(bytes(self._store.get(key)), type=Peer)
-                    if peer.machine == self._machine:
-                        peer = msgspec.structs.replace(peer, addresses=("127.0.0.1",))
-                    else:
-                        peer = msgspec.structs.replace(peer, addresses=peer.addresses[1:])
-                    self._peers[rank] = peer
+    def _read_peers(self, some: bool = False) -> None:
+        """Read the addresses that the ranks have published, once all ranks have.
+
+        Args:
+            some: Read those that exist, although ranks are missing. This costs a request for each rank.
+        """
+        try:
+            if some:
+                ranks = [
+                    r for r in range(self._size) if r not in self._peers and self._store.check([self._key(str(r))])
+                ]
+            elif self._store.add(self._key("count"), 0) == self._size:
+                ranks = list(range(self._size))
+            else:
+                return
+            for data in self._store.multi_get([self._key(str(rank)) for rank in ranks]):
+                peer = msgspec.json.decode(bytes(data), type=Peer)
+                self._peers[peer.rank] = peer
             if len(self._peers) == self._size:
                 self._store = None  # closes the connection; it is not needed any more
+        except RuntimeError:
+            # The process that serves the store has exited. The known addresses remain. Another attempt would print
+            # torch's warnings.
+            self._store = None
+
+    def _key(self, name: str) -> str:
+        return f"{_PREFIX}/{self._number}/{name}"
 
     def _look(self) -> float:
         """Check once. Return the seconds until the next check."""
@@ -190,8 +218,10 @@ class Watcher:
 
     def _collect(self, call: CallState, limit_s: float) -> dict[int, Answer] | None:
         """Return the state of each other rank; None if a lower rank collects them, too."""
+        if self._store is not None:
+            self._read_peers(some=True)
         others = [peer for rank, peer in self._peers.items() if rank != self._rank]
-        answers, problems = ask(others, Collect(self._rank, limit_s), self._token, self._answer_s)
+        answers, problems = ask(others, Collect(self._rank, limit_s), self._token, self._machine, self._answer_s)
         if any(answer.collecting and rank < self._rank for rank, answer in answers.items()):
             return None
         for rank, problem in problems.items():
@@ -206,7 +236,7 @@ class Watcher:
         if not pid:
             state = RankState(rank, 0, "not visible from here", time.monotonic())
             return Answer(state, problem=f"{_NOT_JOINED} or is not started")
-        answer = inspect_process(Peer(rank, pid, _namespace(), "", self._machine, (), 0), _NOT_JOINED)
+        answer = inspect_process(Peer(rank, pid, _namespace(), "", self._machine, ""), _NOT_JOINED)
         if not any(
             frame.function == "init_process_group" for _, frames in parse(answer.stacks)[:1] for frame in frames
         ):
@@ -222,7 +252,7 @@ class Watcher:
         neighbours = [each for each in self._peers.values() if each.machine == peer.machine and each.rank in answers]
         found: dict[int, Answer] = {}
         if neighbours:
-            found, _ = ask(neighbours[:1], Inspect(peer.rank, peer.pid), self._token, 2 * self._answer_s)
+            found, _ = ask(neighbours[:1], Inspect(peer.rank, peer.pid), self._token, self._machine, 2 * self._answer_s)
         if found:
             return msgspec.structs.replace(next(iter(found.values())), problem=_explain(problem))
         process = "gone" if problem == "has exited" else "not visible from here"
@@ -269,7 +299,7 @@ class Watcher:
             self._say(f"allranks watch: calls and stacks are not written into a file: {error}\n")
         if abort:
             others = [peer for rank, peer in self._peers.items() if rank != self._rank]
-            ask(others, Announce(text), self._token, self._answer_s)
+            ask(others, Announce(text), self._token, self._machine, self._answer_s)
             os._exit(IDLE)
 
     def _say(self, text: str) -> None:
