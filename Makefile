@@ -27,7 +27,8 @@ RECORD_MPI := $(BENCH)/bin/python benchmarks/record.py
 RECORD_TORCHFT := $(TORCHFT)/bin/python benchmarks/record.py
 NAMESPACES := --network 'network namespaces of one machine, joined by veth and a bridge'
 
-.PHONY: train test python-tests quick check format coverage injection bench bench-mpi bench-programs mpi torchft trainers core-tests
+.PHONY: train test python-tests quick check format coverage injection bench bench-hangs
+.PHONY: bench-mpi bench-programs mpi torchft trainers core-tests
 .PHONY: docs torch-versions newest-torch aarch64 wheel clean
 
 train: $(VENV)/installed
@@ -104,6 +105,7 @@ bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed
 	$(RECORD) benchmarks/model.json -- benchmarks/model.py --plot benchmarks/model.png
 	taskset -c 0 $(RECORD) benchmarks/rendezvous.json -- benchmarks/rendezvous.py
 	$(RECORD) benchmarks/worker_calls.json -- benchmarks/worker_calls.py
+	$(RECORD) benchmarks/watch.json -- benchmarks/watch.py
 	$(BIN)/python benchmarks/figures.py
 
 # Environments with the packages of .venv and one MPI each, because an environment can have only one. Without them,
@@ -112,6 +114,11 @@ mpi: $(BENCH)/installed $(MPICH)/installed
 
 bench-mpi: $(BENCH)/installed
 	@echo 'Try: $(BENCH_RUN) all -n 2 --against gloo,mpi'
+
+# Plants hangs, and checks the reports: a quarter of an hour.
+bench-hangs: $(VENV)/installed
+	$(RECORD) benchmarks/hangs.json -- benchmarks/hangs/run.py --launchers torchrun,allranks --backends gloo,allranks
+	$(RECORD) benchmarks/healthy.json -- benchmarks/hangs/healthy.py
 
 # Runs programs of other packages on gloo, and on allranks in its place, and compares results and times: half an hour.
 bench-programs: $(VENV)/installed

@@ -434,8 +434,8 @@ def watch_lines():
         more = (row["ratio"] - 1) * row["plain_us"]
         shown = f", {more:.1f} us more" if row["plain_us"] < 100 else ""
         yield (
-            f"- {name}: {row['plain_us']:,.0f} us; watched {row['ratio']:.2f}x{shown} (median of {found['runs']} pairs of"
-            " runs)."
+            f"- {name}: {row['plain_us']:,.0f} us; watched {row['ratio']:.2f}x{shown} (median of {found['runs']} pairs"
+            " of runs)."
         )
     yield ""
     yield measured("watch")

@@ -69,11 +69,14 @@ def _start(c10d: Any, rank: int, size: int, store: Any) -> None:
         _watcher.stop()
         _watcher = None
     limit_s = notice_seconds(os.environ)
-    clone = getattr(store, "clone", None)
-    if clone is None or limit_s <= 0 or size < 2:
+    if limit_s <= 0 or size < 2:
+        return
+    try:
+        own = store.clone()
+    except RuntimeError:  # a store that is written in Python has no second connection
         return
     record_messages(c10d)
     abort_s = read_seconds(os.environ, ABORT_AFTER) or 0.0
-    _watcher = Watcher(rank, size, clone(), limit_s, abort_s, os.environ.get(WATCH_FOLDER, ""), _started)
+    _watcher = Watcher(rank, size, own, limit_s, abort_s, os.environ.get(WATCH_FOLDER, ""), _started)
     _started += 1
     _watcher.start()
