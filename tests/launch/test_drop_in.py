@@ -79,6 +79,7 @@ def test_ranks_have_the_environment_that_torchrun_gives_them(torchrun: Launcher)
             "ALLRANKS_RECORD_MEMORY",
             "ALLRANKS_MACHINE",
             "ALLRANKS_SEAL",
+            "ALLRANKS_WATCH",
         }
 
 

@@ -248,8 +248,10 @@ def test_descriptors_of_the_launcher_are_not_inherited(launcher: Launcher, start
                 print(name, os.readlink(f"/proc/self/fd/{name}"))
         """
     done = launcher.script(script, "-n", "3", "--start", start)
-    assert len(done.lines) == 6, done.out  # each has a pipe for its failure and one for its stacks
-    assert all("pipe:" in line for line in done.lines)
+    # Each has a pipe for its failure, one for its stacks, and the file with its stacks for the other ranks of its host.
+    assert len(done.lines) == 9, done.out
+    assert len([line for line in done.lines if "pipe:" in line]) == 6
+    assert len([line for line in done.lines if "memfd:allranks-stacks" in line]) == 3
 
 
 def test_output_is_shown_with_prefixes_and_final_states_of_lines(launcher: Launcher) -> None:
