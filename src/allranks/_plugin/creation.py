@@ -113,7 +113,10 @@ def asks_for_default(caller: FrameType | None) -> bool:
     if helper_of(caller) is None:
         return True
     assert caller is not None
-    return caller.f_back is None or caller.f_back.f_code.co_name == _c10d.init_process_group.__name__
+    outer = caller.f_back
+    if outer is not None and outer.f_code is _c10d.distributed_c10d._new_process_group_helper.__code__:
+        outer = outer.f_back  # the wrapper of the watcher
+    return outer is None or outer.f_code.co_name == _c10d.init_process_group.__name__
 
 
 @contextlib.contextmanager
