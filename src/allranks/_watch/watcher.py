@@ -6,6 +6,7 @@ asks all ranks for their state. Usually several ranks reach the limit at the sam
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import socket
@@ -97,10 +98,14 @@ class Watcher:
         """Start the thread."""
         offer_stacks()
         self._thread.start()
+        # A thread that is in torch's code when the interpreter ends would end the process with SIGABRT.
+        atexit.register(self.stop)
 
     def stop(self) -> None:
-        """End the thread: the default group is destroyed."""
+        """End the thread: the process ends, or creates another default group."""
+        atexit.unregister(self.stop)
         self._stop.set()
+        self._thread.join(_EARLY_S)
         if self._server is not None:
             self._server.close()
 
