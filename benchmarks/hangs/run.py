@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 PROGRAM = Path(__file__).with_name("program.py")
+ROOT = PROGRAM.parents[2]
 LIMIT_S = 10.0
 STARTED = re.compile(r"hangs from (\d+\.\d+)")
 # Lines of a report of a watcher or of the launcher, and of a MismatchError, which allranks raises in place of a hang.
@@ -103,7 +104,7 @@ def plant(kind: str, backend: str, launcher: str, port: int) -> Result:
     # The hang begins when the last rank arrives at it.
     began = max(starts, default=None)
     lines = [line for line in text.splitlines() if REPORT.search(line)]
-    report = "\n".join(lines)
+    report = "\n".join(lines).replace(f"{ROOT}{os.sep}", "")
     after_s = report_at - began if report_at is not None and began is not None else None
     return Result(kind, backend, launcher, report_at is not None and _names_culprit(kind, report), after_s, report)
 
