@@ -92,7 +92,8 @@ def plant(kind: str, backend: str, launcher: str, port: int) -> Result:
     """Run one case."""
     environ = os.environ | {"ALLRANKS_WATCH": "1", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
     environ |= {"MASTER_PORT": str(port)}
-    with tempfile.TemporaryFile("w+") as out:
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryDirectory() as folder:
+        environ["ALLRANKS_WATCH_FOLDER"] = folder
         job = subprocess.Popen(
             command(launcher, kind, backend, port), stdout=out, stderr=out, env=environ, start_new_session=True
         )

@@ -182,7 +182,7 @@ def test_different_calls_under_one_number_are_out_of_step():
     said = lines(*(rank(r, call()) for r in range(3)), rank(3, odd))
     assert said == [
         "ranks 0-3 made different calls as collective 42 of the group: ranks 0-2 are in all_reduce #42 (train.py:88) of"
-        " 4 float32; rank 3 is in barrier #42 (train.py:99) of 4 float32. rank 3 differs from most ranks. All ranks"
+        " 4 float32; rank 3 is in barrier #42 (train.py:99) of 4 float32. Rank 3 differs from most ranks. All ranks"
         " must make the same calls in the same order."
     ]
 

@@ -295,7 +295,7 @@ def _describe_mismatch(mismatch: Mismatch) -> str:
     same = len({call.verb for call in mismatch.calls.values()}) == 1
     what = "passed different arguments to" if same else "made different calls as"
     differ = "differs" if len(mismatch.odd) == 1 else "differ"
-    culprit = f" {rank_list(mismatch.odd)} {differ} from most ranks." if mismatch.odd else ""
+    culprit = f" {rank_list(mismatch.odd).capitalize()} {differ} from most ranks." if mismatch.odd else ""
     return (
         f"{rank_list(sorted(mismatch.calls))} {what} collective {number} of the group: {places}.{culprit}"
         " All ranks must make the same calls in the same order."

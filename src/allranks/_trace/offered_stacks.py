@@ -17,7 +17,7 @@ import time
 from allranks._base.forks import Descriptor, forks
 from allranks._trace.kernel import memory_files
 
-__all__ = ["STACKS", "find_rank", "offer_stacks", "stacks_of"]
+__all__ = ["STACKS", "find_ranks", "offer_stacks", "stacks_of"]
 
 STACKS = signal.SIGRTMAX - 3
 """The signal. The launcher uses SIGRTMAX - 2 for its own request, which writes into a pipe to the agent."""
@@ -51,14 +51,17 @@ def _file_name(rank: str) -> str:
     return f"{_NAME}-{job}-{rank}"
 
 
-def find_rank(rank: int) -> int:
-    """Return the pid of the process of this host that is a rank of the same job and offers its stacks; 0: none."""
-    name = _file_name(str(rank)) + " "  # " (deleted)" follows the name
+def find_ranks() -> dict[int, int]:
+    """Return the pids of the processes of this host that are ranks of the same job and offer their stacks, by rank."""
+    prefix = _file_name("")
+    found = {}
     for pid in sorted(int(each) for each in os.listdir("/proc") if each.isdecimal()):
         with contextlib.suppress(OSError):  # it has exited, or belongs to another user
-            if memory_files(pid, name):
-                return pid
-    return 0
+            for path in memory_files(pid, prefix):
+                rank = os.readlink(path).partition(prefix)[2].removesuffix(" (deleted)")
+                if rank.isdecimal():
+                    found[int(rank)] = pid
+    return found
 
 
 def stacks_of(pid: int) -> str:

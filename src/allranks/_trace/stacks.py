@@ -13,7 +13,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["DUMP", "Frame", "describe", "is_own", "main_place", "parse", "place", "render"]
+__all__ = ["DUMP", "Frame", "describe", "is_own", "main_place", "parse", "place", "render", "torch_function"]
 
 DUMP = signal.SIGRTMAX - 2
 """The signal that requests stacks. SIGUSR1 and SIGUSR2 are left to the program; few programs use this one."""
@@ -91,6 +91,26 @@ def place(frames: Sequence[Frame]) -> str:
     activity = next((phrase for part, phrase in _ACTIVITIES if part in files), "")
     return describe(frames[own].file, frames[own].line, frames[own].function) + (f" ({activity})" if activity else "")
 
+
+def torch_function(frames: Sequence[Frame]) -> int | None:
+    """Return the place, in a stack, of the function of torch.distributed that the program has called; None if none.
+
+    Args:
+        frames: The frames of a thread, the innermost first. ``all_gather_object`` calls ``all_gather``: the outer
+            function is returned.
+    """
+    own = next((number for number, frame in enumerate(frames) if is_own(frame.file)), len(frames))
+    found = [
+        number
+        for number, frame in enumerate(frames[:own])
+        if frame.file.endswith(_TORCH_FUNCTIONS) and frame.function not in _DECORATORS
+    ]
+    return found[-1] if found else None
+
+
+# The files with the functions of torch.distributed, and the decorators of these functions.
+_TORCH_FUNCTIONS = ("/distributed/distributed_c10d.py", "/distributed/_functional_collectives.py")
+_DECORATORS = frozenset(("wrapper", "_wrapper", "inner"))
 
 # What a thread does whose stack contains a file with such a path. The first that matches is the most specific one.
 _ACTIVITIES = (

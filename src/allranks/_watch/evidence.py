@@ -15,7 +15,7 @@ import msgspec
 
 from allranks._trace import memory
 from allranks._trace.inspection import rank_state
-from allranks._trace.kernel import KernelWait, process_state
+from allranks._trace.kernel import KernelWait
 from allranks._trace.state import CREATION, CallState, GroupState, RankState
 from allranks._watch.exchange import Answer
 from allranks._watch.messages import Message, recorded_messages
@@ -25,7 +25,7 @@ from allranks._watch.threads import Place, places, render, site
 __all__ = ["Evidence", "torch_groups"]
 
 _RECENT = 64  # ended calls in a report, so that ranks that are out of step can be compared
-_MESSAGES_NUMBER = 0
+_CREATIONS = 64  # groups whose creation is reported
 
 
 class Evidence:
@@ -47,6 +47,9 @@ class Evidence:
     def begin_creation(self, name: str, ranks: Sequence[int], thread: int) -> None:
         """Record that this rank creates a group, which may wait for the other ranks."""
         self._creations[name] = (tuple(ranks) or self._world, time.monotonic(), thread)
+        # No rank waits for a creation so long ago: the members of a group create it together.
+        if len(self._creations) > _CREATIONS:
+            self._creations.pop(next(iter(self._creations)))
 
     def end_creation(self, name: str) -> None:
         """Record that the group has been created."""
@@ -95,9 +98,7 @@ class Evidence:
         groups = torch_groups()
         recorded = read_dump(_dump(), groups, wall_ns, now)
         calls = [_with_wait(call, found) for call in in_progress(recorded)]
-        has_messages = any(call.state.number == _MESSAGES_NUMBER for call in recorded)
-        if not has_messages:
-            calls += self._messages(found, groups, now, wall_ns)
+        calls += self._messages(found, groups, now, wall_ns)
         calls += self._creation_calls(found, now)
         waiting_call = min((call for call in calls if call.waits), key=lambda call: call.began, default=None)
         own = rank_state(self._rank, os.getpid(), memory.reader())
@@ -105,24 +106,23 @@ class Evidence:
         ended = [call.state for call in recorded if call.state.ended][-_RECENT:]
         newest = max((call.state for call in recorded), key=lambda call: call.began, default=None)
         waiting = next((each for each in found if each.api), found[0] if found else None)
-        main = found[0] if found else None
+        kernel = found[0].kernel if found else KernelWait()
         state = RankState(
             self._rank,
             os.getpid(),
-            process_state(os.getpid()),
+            # The thread of a watcher may run; the main thread's state is that of the rank.
+            "sleeping" if kernel.call else "running",
             now,
             recorded=bool(groups) or own.recorded,
-            kernel=main.kernel if main is not None else KernelWait(),
+            kernel=kernel,
             calls=tuple(sorted(calls, key=lambda call: call.began)),
             last=newest or own.last,
             near=newest.site if newest is not None else own.near,
             recent=tuple(ended),
             groups=(*group_states(recorded, groups), *self._creation_groups(), *own.groups),
         )
-        # The thread of a server or of allranks may run; the main thread's state is that of the process.
-        process = "sleeping" if state.kernel.call else "running"
         answer = Answer(
-            msgspec.structs.replace(state, process=process),
+            state,
             waiting.site if waiting is not None else "",
             "\n".join(render(found)),
             collecting=collecting,

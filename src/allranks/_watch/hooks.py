@@ -10,8 +10,6 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from allranks._trace.offered_stacks import offer_stacks
-
 if TYPE_CHECKING:
     from allranks._watch.watcher import Watcher
 
@@ -30,6 +28,9 @@ def install(c10d: Any) -> None:
         c10d: The module ``torch.distributed.distributed_c10d``.
     """
     if os.environ.get(_WATCH, "0") not in ("", "0"):
+        # A late import: without the variable, torch's import loads nothing for the watcher.
+        from allranks._trace.offered_stacks import offer_stacks
+
         # A rank that never reaches its process group can then be asked for its stacks.
         offer_stacks()
     create = c10d._new_process_group_helper

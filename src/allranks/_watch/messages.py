@@ -56,6 +56,7 @@ class Message:
 
 
 _ring: deque[Message] = deque(maxlen=_KEPT)
+_replaced = False
 
 
 def recorded_messages() -> list[Message]:
@@ -65,8 +66,10 @@ def recorded_messages() -> list[Message]:
 
 def record_messages(c10d: ModuleType) -> None:
     """Replace ``isend`` and ``irecv`` of torch.distributed. Idempotent."""
-    if hasattr(c10d.isend, "__wrapped__"):
+    global _replaced
+    if _replaced:
         return
+    _replaced = True
     package = sys.modules["torch.distributed"]
     for verb, name in (("send", "isend"), ("recv", "irecv")):
         recorded = _recorded(verb, getattr(c10d, name))

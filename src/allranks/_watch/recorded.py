@@ -8,12 +8,11 @@ Source: dumps of torch 2.10 to 2.13, version 2.10 of the format (torch/csrc/dist
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from allranks._trace.stacks import describe, is_own
+from allranks._trace.stacks import Frame, place, torch_function
 from allranks._trace.state import CallState, GroupState
 
 __all__ = ["TorchCall", "TorchGroup", "group_states", "in_progress", "read_dump"]
@@ -31,8 +30,6 @@ _VERBS = {
     "_reduce_scatter_base": "reduce_scatter_tensor", "allgather": "all_gather", "alltoall": "all_to_all",
     "alltoall_base": "all_to_all_single",
 }  # fmt: skip
-_TORCH_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
-_DECORATORS = frozenset(("wrapper", "_wrapper", "inner", "call"))
 
 
 @dataclass(frozen=True)
@@ -91,15 +88,16 @@ def _read_entry(entry: Mapping[str, Any], group: TorchGroup, wall_ns: int, now: 
     message = bool(entry.get("is_p2p"))
     number = 0 if message else entry["collective_seq_id"]
     peer = _peer(verb, direction, group) if message else -1
-    frames = entry.get("frames", ())
+    frames = [Frame(each["filename"], str(each["line"]), each["name"]) for each in entry.get("frames", ())]
+    function = torch_function(frames)
     # Retired: the backend no longer waits for it. gloo sets no other mark.
     ended = bool(entry.get("retired")) or entry.get("state") == "completed"
     sizes = entry.get("input_sizes") or [[]]
     dtypes = entry.get("input_dtypes") or [""]
     seconds = (wall_ns - entry["time_created_ns"]) / 1e9
-    title = (
-        f"{verb} {'to' if verb == 'send' else 'from'} rank {peer}" if message else f"{_name(frames, verb)} #{number}"
-    )
+    title = f"{verb if function is None else frames[function].function} #{number}"
+    if message:
+        title = f"{verb} {'to' if verb == 'send' else 'from'} rank {peer}"
     thread = str(entry.get("thread_id", ""))
     return TorchCall(
         CallState(
@@ -113,7 +111,7 @@ def _read_entry(entry: Mapping[str, Any], group: TorchGroup, wall_ns: int, now: 
             dtype=_TYPES.get(dtypes[0], dtypes[0].lower()),
             count=_elements(sizes),
             peer=peer,
-            site=_site(frames),
+            site=place(frames),
             began=now - seconds,
             seconds=seconds,
             met=False,
@@ -160,19 +158,3 @@ def _peer(verb: str, direction: str, group: TorchGroup) -> int:
     if len(words) != 2 or not words[1].isdecimal() or int(words[1]) >= len(group.ranks):
         return -1
     return group.ranks[int(words[1])]
-
-
-def _name(frames: Sequence[Mapping[str, Any]], verb: str) -> str:
-    """Return the function that the program called, such as ``all_gather_object``; the verb if it called none."""
-    name = verb
-    for frame in frames:
-        if _TORCH_DISTRIBUTED not in frame["filename"]:
-            break
-        if frame["name"] not in _DECORATORS:
-            name = frame["name"]
-    return name
-
-
-def _site(frames: Sequence[Mapping[str, Any]]) -> str:
-    frame = next((frame for frame in frames if is_own(frame["filename"])), None)
-    return "" if frame is None else describe(frame["filename"], frame["line"], frame["name"])

@@ -17,7 +17,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from allranks._trace.kernel import KernelWait, kernel_wait
-from allranks._trace.stacks import Frame, describe, is_own, place
+from allranks._trace.stacks import Frame, describe, is_own, place, torch_function
 
 __all__ = ["Place", "expression", "places", "render", "site"]
 
@@ -28,7 +28,6 @@ _ELSEWHERE = frozenset((
 ))  # fmt: skip
 _METHOD = re.compile(r"(\w+)\s*\(")
 _ROOTS = ("group_src", "src", "group_dst", "dst")
-_DECORATORS = frozenset(("wrapper", "_wrapper", "inner", "call"))
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class Place:
         expression: The source text that the innermost frame executes, such as ``work.wait()``. "" if unknown.
         waited: The object whose method the innermost frame executes, if it is a local variable; else None.
         kernel: The system call in which it is blocked.
-        position: The position of the innermost frame: equal as long as the thread does not proceed.
     """
 
     thread: int
@@ -64,7 +62,6 @@ class Place:
     expression: str
     waited: Any
     kernel: KernelWait
-    position: tuple[int, int]
 
     @property
     def elsewhere(self) -> bool:
@@ -96,18 +93,11 @@ def places() -> list[Place]:
 def _place(ident: int, name: str, main: bool, frame: FrameType, native: int) -> Place:
     chain = list(_chain(frame))
     frames = tuple(Frame(f.f_code.co_filename, str(f.f_lineno), f.f_code.co_name) for f in chain)
-    torch_distributed = os.path.dirname(sys.modules["torch.distributed"].__file__ or "?") + os.sep
-    # The outermost function of torch.distributed below the program is the one that the program called.
-    own = next((number for number, each in enumerate(frames) if is_own(each.file)), len(frames))
-    called = [
-        number
-        for number in range(own)
-        if frames[number].file.startswith(torch_distributed) and frames[number].function not in _DECORATORS
-    ]
+    function = torch_function(frames)
     api, peer, of_group, group = "", None, False, None
-    if called:
-        api = frames[called[-1]].function
-        given = chain[called[-1]].f_locals
+    if function is not None:
+        api = frames[function].function
+        given = chain[function].f_locals
         group = given.get("group")
         for word in _ROOTS:
             if isinstance(given.get(word), int):
@@ -117,8 +107,7 @@ def _place(ident: int, name: str, main: bool, frame: FrameType, native: int) -> 
     waited = frame.f_locals.get(text.partition(".")[0].strip()) if "." in text else None
     kernel = kernel_wait(os.getpid(), native) if native else KernelWait()
     return Place(
-        ident, name, main, frames, api, place(frames), peer, of_group, group, text, waited, kernel,
-        (id(frame), frame.f_lasti),
+        ident, name, main, frames, api, place(frames), peer, of_group, group, text, waited, kernel
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from allranks._base.threads import Daemon
 from allranks._cluster.network import machine, published_addresses
 from allranks._trace.inspection import next_limit
 from allranks._trace.kernel import kernel_wait, process_state
-from allranks._trace.offered_stacks import find_rank, offer_stacks, stacks_of
+from allranks._trace.offered_stacks import find_ranks, offer_stacks, stacks_of
 from allranks._trace.stacks import main_place, parse
 from allranks._trace.state import CallState, GroupState, RankState
 from allranks._watch.evidence import Evidence
@@ -231,13 +231,19 @@ class Watcher:
             return None
         for rank, problem in problems.items():
             answers[rank] = self._inspect(self._peers[rank], problem, answers)
-        for rank in set(range(self._size)) - set(self._peers):
-            answers[rank] = self._search(rank, call.group)
+        if missing := set(range(self._size)) - set(self._peers):
+            pids = find_ranks()
+            answers |= {rank: self._search(rank, pids.get(rank, 0), call.group) for rank in missing}
         return answers
 
-    def _search(self, rank: int, creation: str) -> Answer:
-        """Return the state of a rank that has not created its default group, if its process is on this host."""
-        pid = find_rank(rank)
+    def _search(self, rank: int, pid: int, creation: str) -> Answer:
+        """Return the state of a rank that has not created its default group.
+
+        Args:
+            rank: The rank.
+            pid: Its process, if it is on this host; else 0.
+            creation: The name under which the creation of the default group is reported.
+        """
         if not pid:
             state = RankState(rank, 0, "not visible from here", time.monotonic())
             return Answer(state, problem=f"{_NOT_JOINED} or is not started")
@@ -276,7 +282,8 @@ class Watcher:
                 self._told_s = max(self._told_s, request.limit_s)
             return answer
         if isinstance(request, Inspect):
-            return inspect_process(self._peers[request.rank], "")
+            peer = self._peers.get(request.rank)
+            return None if peer is None else inspect_process(peer, "")
         sys.stderr.write(request.text)
         sys.stderr.flush()
         os._exit(IDLE)
@@ -284,6 +291,8 @@ class Watcher:
     def _print(self, answers: Mapping[int, Answer], age_s: float, limit_s: float, abort: bool) -> None:
         found = diagnose_answers(answers, self._rank, age_s)
         lines = report_lines(found, answers, self._peers, self._machine)
+        if abort and not lines:
+            lines = [f"rank {self._rank} has waited {limit_s:g} s for ranks that are not known"]
         key = (*found.key(), limit_s)
         if not lines or key in self._told:
             return
