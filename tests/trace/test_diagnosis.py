@@ -196,6 +196,16 @@ def test_ended_call_with_another_verb_or_size_is_out_of_step():
         assert "differs" not in said[0]  # neither rank has the majority
 
 
+def test_rank_out_of_step_is_not_reported_as_late_again():
+    # Rank 1 is still in call 42, which the others have passed with another size.
+    passed = call(ended=True, waits=False)
+    behind = msgspec.structs.replace(call(), count=5)
+    ahead = [rank(r, call(43), recent=(passed,)) for r in (0, 2, 3)]
+    said = lines(*ahead, rank(1, behind))
+    assert len(said) == 1
+    assert "Rank 1 differs from most ranks." in said[0]
+
+
 def test_root_that_is_unknown_on_one_rank_is_not_out_of_step():
     first, second = call(verb="broadcast", peer=-1), call(verb="broadcast", peer=0)
     assert diagnose([rank(0, first), rank(1, second)]).mismatches == ()

@@ -108,7 +108,8 @@ class Diagnosis:
                 said.append(self._circle(circle))
         in_circle = {rank for circle in self.circles for rank in circle}
         alike: dict[tuple[int, ...], list[int]] = {}
-        for late in self.late:
+        # That a rank is out of step explains why others wait for it.
+        for late in (rank for rank in self.late if rank not in out_of_step):
             alike.setdefault(tuple(r for r in self.waiting_for(late) if r not in in_circle), []).append(late)
         for waiting, late_ranks in alike.items():
             if waiting:
