@@ -450,21 +450,22 @@ def hang_lines():
     yield "|---" * (len(columns) + 1) + "|"
     for kind in dict.fromkeys(row["kind"] for row in results):
         cells = [found.get((kind, *column)) for column in columns]
-        shown = [
-            "-"
-            if row is None
-            else f"{row['after_s']:.1f} s"
-            if row["correct"] and row["after_s"] is not None
-            else "missed"
-            for row in cells
-        ]
+        shown = ["-" if row is None else f"{row['after_s']:.1f} s" if row["correct"] else "missed" for row in cells]
         yield f"| {kind.replace('_', ' ')} | {' | '.join(shown)} |"
     correct = sum(row["correct"] for row in results)
     late = sum(row["after_s"] is None or row["after_s"] > 11 for row in results)
     yield ""
     yield f"{correct} of {len(results)} reports name the rank and the line; {len(results) - late} come within 11 s."
+    healthy = load("healthy")
     yield ""
-    yield measured("hangs")
+    yield (
+        f"Healthy programs, with a limit of 2 s (`benchmarks/hangs/healthy.py`): {healthy['pauses']:,} pauses of up to"
+        f" 1.8 s caused {healthy['false']} reports. Of {healthy['long_pauses']} pauses of 3 s, {healthy['right']} were"
+        " reported"
+        " with the right rank."
+    )
+    yield ""
+    yield measured("hangs", "healthy")
 
 
 LAUNCHERS = {"allranks": "allranks run", "torchrun": "torchrun", "srun": "srun"}
