@@ -1,6 +1,8 @@
 """Run the programs, commands and docstring examples that the documents show."""
 
+import ast
 import doctest
+import functools
 import importlib
 import os
 import re
@@ -172,6 +174,15 @@ INDEX = ROOT / "docs/index.md"
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")} - {INDEX})
 
 
+@functools.cache
+def files_of_the_site() -> set[Path]:
+    # docs/site.py imports Sphinx, which the environment of the tests does not have.
+    tree = ast.parse((ROOT / "docs/site.py").read_text())
+    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    files = {path for pattern in ast.literal_eval(assigned["TAKEN"]) for path in ROOT.glob(pattern)}
+    return files | {folder for file in files for folder in file.parents}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_of_a_page_have_existing_targets(page: Path) -> None:
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
@@ -181,6 +192,7 @@ def test_links_of_a_page_have_existing_targets(page: Path) -> None:
             continue
         led = (page.parent / target).resolve() if target else page
         assert led.exists(), link
+        assert led in files_of_the_site() or page not in files_of_the_site(), f"docs/site.py does not copy {link}"
         if anchor:
             titles = re.findall(r"^#+ (.+)$", led.read_text(), re.MULTILINE)
             assert anchor in map(slug, titles), link
