@@ -441,6 +441,23 @@ def watch_lines():
     yield measured("watch")
 
 
+def drift_lines():
+    """How many flipped bits are located and healed, and what comparisons cost."""
+    found = load("drift")
+    checked, state, cost = found["check_replicas"], found["State"], found["cost"]
+    yield (
+        f"Bits flipped on one of 3 ranks in parameters, buffers and optimizer state: `check_replicas` names the right"
+        f" element, rank and bit in {checked['located']:,} of {checked['flips']:,} cases. In trainings with"
+        f" `State(check_every=10)` and {state['flips']:,} flips at random moments, {state['undisturbed']} of"
+        f" {state['runs']} end with the bits of an undisturbed one. {state['reported']:,} flips are reported,"
+        f" {state['located']:,} of them with the right element and rank; the others were overwritten before the next"
+        f" comparison. In a step of {cost['step_ms']:.1f} ms, the comparisons of `DistributedDataParallel` every 100"
+        f" steps take {cost['share'] * 100:.1f} % (2 ranks)."
+    )
+    yield ""
+    yield measured("drift")
+
+
 def hang_lines():
     """How long after the beginning of each kind of hang the report comes."""
     results = load("hangs")["results"]
@@ -765,7 +782,7 @@ def main():
         "docs/hangs.md": [hang_lines],
         "docs/rendezvous.md": [rendezvous_table],
         "docs/master_worker.md": [master_table],
-        "docs/resilience.md": [resilience_table],
+        "docs/resilience.md": [drift_lines, resilience_table],
         "docs/checkpoints.md": [checkpoint_kill_table, checkpoint_table],
         "examples/README.md": [diloco_table],
     }

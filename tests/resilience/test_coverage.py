@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import allranks as dist
+from allranks._call.digests import digest
 from allranks._elastic.training import variables
-from allranks._elastic.training.coverage import digest
 from allranks._elastic.training.handover import assign
 from allranks.testing import run_ranks
 

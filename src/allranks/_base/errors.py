@@ -267,6 +267,8 @@ class StateLostError(AllranksError):
     Causes:
         - all ranks that had the state, or the same shards, were lost before another rank received them
         - a rank was lost together with its backup rank, which had the only copy of its values
+        - the values of the ranks differ: the program changes something that the State does not cover, or memory is
+          damaged
 
     Remedy:
         Restart the job from a checkpoint; ``allranks run --restarts`` does this automatically. After this error the
@@ -300,16 +302,19 @@ class StoreLostError(AllranksError):
 
 
 class MismatchError(AllranksError):
-    """The calls of the ranks differ in verb, element count, dtype, reduce op or root. The message names them.
+    """The calls of the ranks differ in verb, element count, dtype, reduce op or root, or their models differ.
 
     Causes:
         - a branch depends on the rank, so that some ranks make other calls, or make them in another order
         - the last batch of an epoch is smaller on some ranks
         - some ranks do not use a parameter
+        - the replicas of a model differ (``DistributedDataParallel``, ``trace.check_replicas``): the program updates
+          them differently, or memory is damaged
 
     Remedy:
-        The message contains the call of each rank and its call site. No tensor was changed. ``ALLRANKS_DEBUG=1`` also
-        detects tensors of different shapes with the same number of elements, and swapped calls that look alike.
+        The message contains the call of each rank and its call site, or the first differing element of a tensor. A call
+        that differs has changed no tensor. ``ALLRANKS_DEBUG=1`` also detects tensors of different shapes with the same
+        number of elements, and swapped calls that look alike.
     """
 
 

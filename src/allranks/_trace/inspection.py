@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from allranks._trace.kernel import KernelWait, kernel_wait, process_state
+from allranks._trace.notes import notes_of
 from allranks._trace.reader import COMMAND, RecordedCall, RecordedGroup, TraceReader
 from allranks._trace.state import CallState, GroupState, RankState, Usage
 
@@ -83,7 +84,7 @@ def rank_state(rank: int, pid: int, reader: TraceReader | None, recent: int = 0,
     process = "gone" if ended else process_state(pid)
     kernel = KernelWait() if ended else kernel_wait(pid)
     if reader is None:
-        return RankState(rank, pid, process, now, kernel=kernel, usage=usage(pid, ()))
+        return RankState(rank, pid, process, now, kernel=kernel, usage=usage(pid, ()), notes=notes_of(pid))
     groups = reader.groups()
     # A call in progress that is older than the newest 256 calls is not found.
     newest = reader.last(max(256, recent))
@@ -105,6 +106,7 @@ def rank_state(rank: int, pid: int, reader: TraceReader | None, recent: int = 0,
         groups=tuple(GroupState(g.name, g.ranks, g.engine, g.number, g.open) for g in groups.values()),
         usage=usage(pid, tuple(groups.values())),
         doing=reader.doing,
+        notes=notes_of(pid),
     )
 
 

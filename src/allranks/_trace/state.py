@@ -103,6 +103,7 @@ class RankState(msgspec.Struct, frozen=True, tag=True):
         groups: Groups that the rank has created.
         usage: Resources that it has used.
         doing: Worker only: the operation that it executes. "" if none.
+        notes: What it has found out about the job, one line each.
     """
 
     rank: int
@@ -118,6 +119,7 @@ class RankState(msgspec.Struct, frozen=True, tag=True):
     groups: tuple[GroupState, ...] = ()
     usage: Usage = Usage()
     doing: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def waiting(self) -> CallState | None:

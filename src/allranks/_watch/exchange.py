@@ -25,8 +25,9 @@ from allranks._base.system import reason
 from allranks._base.threads import Daemon
 from allranks._cluster.network import listen, nearest_first
 from allranks._trace.state import RankState
+from allranks._watch.arrivals import Arrivals
 
-__all__ = ["Announce", "Answer", "Collect", "Inspect", "Peer", "Request", "Server", "ask"]
+__all__ = ["Announce", "Answer", "Collect", "Compare", "Inspect", "Peer", "Request", "Server", "ask"]
 
 _BACKLOG = 128
 _LARGEST = 1 << 24  # bytes of a request or of an answer
@@ -83,7 +84,11 @@ class Announce(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-Request = Collect | Inspect | Announce
+class Compare(msgspec.Struct, frozen=True, tag=True):
+    """Request for the times at which the rank began its collectives."""
+
+
+Request = Collect | Inspect | Announce | Compare
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -95,6 +100,7 @@ class Answer(msgspec.Struct, frozen=True):
         stacks: The stacks of its threads.
         problem: Why the rank did not answer itself. "" if it did.
         collecting: The rank itself is collecting states now, so only one of the two needs to report.
+        arrivals: When it began its collectives, if the request was for that.
     """
 
     state: RankState
@@ -102,6 +108,7 @@ class Answer(msgspec.Struct, frozen=True):
     stacks: str = ""
     problem: str = ""
     collecting: bool = False
+    arrivals: Arrivals | None = None
 
 
 class _Message(msgspec.Struct, frozen=True):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from allranks._api import objects
@@ -15,6 +13,7 @@ from allranks._base.errors import MismatchError, rank_list
 from allranks._elastic.replay import included_in_state
 from allranks._group.process_group import ProcessGroup
 from allranks.parallel.buckets import ALONE_BYTES
+from allranks.parallel.drift import find, gather_in
 
 __all__ = ["broadcast_values", "require_same_model", "require_same_values"]
 
@@ -57,37 +56,29 @@ def _broadcast_bytes(tensor: Tensor, group: ProcessGroup, source: int) -> None:
         group.broadcast(tensor.view(-1).view(torch.uint8), source)
 
 
-def require_same_values(named: list[tuple[str, nn.Parameter]], group: ProcessGroup) -> None:
+_REMEDY = (
+    "An optimizer has used gradients that were not averaged over the ranks (from a backward in no_sync(), from a"
+    " forward that called the wrapped module itself, or from a second backward after the one that the forward"
+    " synchronized), or the program changes parameters differently on the ranks. Make the last backward before each"
+    " optimizer step follow a forward of the wrapper. Do not replace parameters after wrapping. Look for settings and"
+    " hooks that depend on the rank."
+)
+
+
+def require_same_values(named: Iterable[tuple[str, Tensor]], group: ProcessGroup) -> None:
     """Raise on every rank if the values of a parameter differ between ranks.
 
     Raises:
-        MismatchError: Names the first differing parameter, the number of differing parameters, and the ranks that have
-            equal values.
+        MismatchError: Names the differing parameters and the first differing element, with its values and ranks.
 
-    Cost: a hash of all parameters, and 8 bytes for each parameter of each rank.
+    Cost: a hash of all parameters, and an all_gather_object of 8 bytes.
     """
-    hashes = [xxhash.xxh3_64_intdigest(_bytes(parameter)) for _, parameter in named]
-    mine = torch.tensor(hashes, dtype=torch.uint64, device="cpu").view(torch.int64).to(group.device)
-    everyones = mine.new_empty(group.size(), len(hashes))
-    group.all_gather(everyones, mine)
-    differing = (everyones != everyones[0]).any(0).nonzero().flatten().tolist()
-    if not differing:
-        return
-    ranks: dict[int, list[int]] = {}
-    for rank, value in zip(group.ranks, everyones[:, differing[0]].tolist(), strict=True):
-        ranks.setdefault(value, []).append(rank)
-    values = " and other values on ".join(map(rank_list, ranks.values()))
-    raise MismatchError(
-        f"DistributedDataParallel: the ranks train different models: {len(differing)} of {len(named)} parameters "
-        f"differ. The first is {named[differing[0]][0]}, with some values on {values}. "
-        "An optimizer has used gradients that were not averaged over the ranks: from a backward in no_sync(), "
-        "from a forward that called the wrapped module itself, or from a second backward after the one that the "
-        "forward synchronized.\n  Make the last backward before each optimizer step follow a forward of the wrapper."
-    )
-
-
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    difference = find(dict(named), group.ranks, gather_in(group))
+    if difference is not None:
+        raise MismatchError(
+            f"DistributedDataParallel: the ranks train different models: {difference}.\n  "
+            + (f"{difference.memory_fault} Restart from a checkpoint." if difference.memory_fault else _REMEDY)
+        )
 
 
 def require_same_model(

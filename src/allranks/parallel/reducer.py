@@ -30,7 +30,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ from allranks._base.errors import UsageError, rank_list
 from allranks._call import callsite
 from allranks._call.types import ReduceOp
 from allranks._call.work import Work
+from allranks._engines.base import Engine
 from allranks._group.plan import Plan
 from allranks._group.process_group import ProcessGroup
 from allranks.parallel.buckets import Bucket
@@ -98,6 +99,8 @@ class Reducer:
         find_unused: The set of parameters that get gradients is not known in advance.
         static: This set is known after the first backward.
         overlap: Whether to reduce during the backward.
+        values: Returns the values that must be equal on all ranks, with their names.
+        check_every: Number of reduced backwards after which these values are compared. 0: never.
 
     Attributes:
         hook: A hook that replaces the all-reduce of each bucket.
@@ -116,11 +119,17 @@ class Reducer:
         find_unused: bool,
         static: bool,
         overlap: bool,
+        values: Callable[[], Iterable[tuple[str, Tensor]]],
+        check_every: int,
     ) -> None:
         self.hook: CommHook | None = None
         self.announce: Callable[[], int] | None = None
         self.has_reduced = False
         self.overlap = overlap
+        self.check_every = check_every
+        self._values = values
+        self._unchecked = 0  # reduced backwards since the last comparison
+        self._checked_engine: Engine | None = None
 
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
@@ -255,6 +264,7 @@ class Reducer:
             if any(self._got) or (not any(self._due or ()) and _fills_all_gradients()):
                 self._expected, self._last_task = False, self._task
                 self._reduce()
+                self._check()
             # else this is torch.autograd.grad() for the inputs: nothing to reduce
         finally:
             self._reset()
@@ -349,6 +359,23 @@ class Reducer:
         if optimizers:
             # As torch's own hook does after the step.
             parameter.grad = None
+
+    def _check(self) -> None:
+        """Compare the values of the ranks if it is due.
+
+        Raises:
+            MismatchError: They differ.
+        """
+        # In join, ranks without inputs have old parameters.
+        if not self.check_every or self.announce is not None:
+            return
+        # After a loss, ranks may have counted differently, and a new process has not counted. All have a new engine.
+        if self._checked_engine is not self._group.engine:
+            self._checked_engine, self._unchecked = self._group.engine, 0
+        self._unchecked += 1
+        if self._unchecked == self.check_every:
+            self._unchecked = 0
+            require_same_values(self._values(), self._group)
 
     def _start_complete(self) -> None:
         # The last bucket waits for the end of the backward, because it may carry the mark.

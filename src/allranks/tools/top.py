@@ -95,7 +95,8 @@ def rows(before: JobAnswer, now: JobAnswer) -> list[str]:
             f" {_waited(then, state, seconds):>6.0%} {(b.cpu - a.cpu) / seconds:>6.0%} {_size(b.resident):>9}"
             f"  {_doing(state)}"
         )
-    return lines
+    notes = [note for state in now.states for note in state.notes]
+    return [*lines, "", *notes] if notes else lines
 
 
 def _waited(then: RankState, now: RankState, seconds: float) -> float:

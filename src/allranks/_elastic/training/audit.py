@@ -21,9 +21,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
+from allranks._call.digests import PLAIN, digest
 from allranks._elastic.training import variables
-from allranks._elastic.training.coverage import digest, plain_values
-from allranks._elastic.training.reachable import PLAIN, Boundary, Reached, is_user_module, reach
+from allranks._elastic.training.coverage import plain_values
+from allranks._elastic.training.reachable import Boundary, Reached, is_user_module, reach
 
 __all__ = ["Audit", "loop_frame", "program_frames", "surroundings"]
 

@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 
 from allranks._call.bytes import view_of
-from allranks._elastic.training.shards import local_of
+from allranks._call.digests import local_of
 
 if TYPE_CHECKING:
     from allranks._group.process_group import ProcessGroup

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from allranks._base.errors import StateLostError, UsageError
+from allranks._call.digests import PLAIN
 from allranks._elastic.training.position import Position
-from allranks._elastic.training.reachable import PLAIN, is_array
+from allranks._elastic.training.reachable import is_array
 from allranks._elastic.training.seeds import Seeds, loader_generators, seeded_iterator
 from allranks._group.process_group import ProcessGroup
 from allranks.data import DistributedSampler, adopt

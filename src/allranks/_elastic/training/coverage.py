@@ -13,20 +13,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
-from allranks._call.bytes import view_of
+from allranks._call.digests import digest, is_plain, local_of, shard_of
 from allranks._elastic.training import fully_sharded
 from allranks._elastic.training.backups import unpack
 from allranks._elastic.training.handover import assign
-from allranks._elastic.training.reachable import PLAIN, Boundary, Reached, is_plain, reach
-from allranks._elastic.training.shards import Parts, is_dtensor, local_of, shard_of
+from allranks._elastic.training.reachable import Boundary, Reached, reach
+from allranks._elastic.training.shards import Parts
 
 if TYPE_CHECKING:
     from allranks._elastic.training.step_plan import StepPlan
 
-__all__ = ["Coverage", "Undo", "digest", "plain_values"]
+__all__ = ["Coverage", "Undo", "plain_values"]
 
 _version = operator.attrgetter("_version")  # 35 ns per tensor
 
@@ -378,66 +377,3 @@ def restore_container(container: Any, values: Any) -> None:
     elif isinstance(container, (list, deque)):
         container.clear()
         container.extend(values)
-
-
-def digest(value: Any) -> int:
-    """Return a hash of the value of a tensor, array, or container. Equal values have equal hashes in every process.
-
-    Cost:
-        10 GB/s for tensors and arrays.
-    """
-    hasher = xxhash.xxh3_64()
-    _feed(hasher, value, 0, set())
-    return hasher.intdigest()
-
-
-def _parts_of_sparse(tensor: Tensor) -> list[Tensor]:
-    """Return the dense tensors that a sparse tensor consists of. Equal COO tensors may have another order."""
-    if tensor.layout == torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return [tensor.indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor.to_dense()]  # mkldnn
-
-
-def _feed(hasher: Any, value: Any, depth: int, above: set[int]) -> None:
-    if isinstance(value, Tensor):
-        tensor = local_of(value) if is_dtensor(value) else value.detach()
-        hasher.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        if tensor.is_meta:  # it has no values
-            return
-        if tensor.layout != torch.strided:
-            # Not the text of the tensor, which torch abbreviates above 1,000 elements.
-            hasher.update(str(tensor.layout).encode())
-            for part in _parts_of_sparse(tensor):
-                _feed(hasher, part, depth + 1, above)
-            return
-        # Conjugate and negative views are lazy bits in torch: equal values could have different bytes.
-        flat = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-        if flat.nbytes:
-            hasher.update(view_of(flat))
-    elif is_plain(value):
-        # repr distinguishes 1, 1.0 and True, and makes NaN equal to itself.
-        hasher.update(repr(value).encode())
-    elif hasattr(value, "__array_interface__"):
-        hasher.update(f"{value.dtype}{value.shape}".encode())
-        hasher.update(value.tobytes())
-    elif id(value) in above or depth > 20:  # a cycle, or nested too deeply
-        return
-    elif isinstance(value, Mapping):
-        # The order of keys is the order of their first assignment, which load_state_dict() does not preserve.
-        for key, each in sorted(value.items(), key=lambda item: repr(item[0]) if type(item[0]) in PLAIN else ""):
-            hasher.update((repr(key) if type(key) in PLAIN else str(type(key))).encode())
-            _feed(hasher, each, depth + 1, above | {id(value)})
-    elif isinstance(value, (set, frozenset)):
-        # The iteration order of a set depends on the hash seed of the process.
-        hasher.update(repr(sorted(map(repr, value))).encode())
-    elif isinstance(value, (list, tuple, deque)):
-        hasher.update(f"{type(value).__name__}{len(value)}".encode())
-        for each in value:
-            _feed(hasher, each, depth + 1, above | {id(value)})
-    else:
-        hasher.update(type(value).__qualname__.encode())

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from allranks._api import objects
 from allranks._base.errors import StateLostError, UsageError
 from allranks._call.bytes import in_huge_pages
-from allranks._elastic.training.reachable import PLAIN, is_array, is_generator
-from allranks._elastic.training.shards import Layout, Parts, layout_of, local_of, meshes_in, restored
+from allranks._call.digests import PLAIN, local_of
+from allranks._elastic.training.reachable import is_array, is_generator
+from allranks._elastic.training.shards import Layout, Parts, layout_of, meshes_in, restored
 
 if TYPE_CHECKING:
     from allranks._group.process_group import ProcessGroup

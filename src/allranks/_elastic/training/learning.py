@@ -12,9 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from allranks._elastic.training.coverage import Coverage, digest, plain_values
+from allranks._call.digests import digest, shard_of
+from allranks._elastic.training.coverage import Coverage, plain_values
 from allranks._elastic.training.reachable import Reached
-from allranks._elastic.training.shards import shard_of
 from allranks._elastic.training.step_plan import StepPlan
 
 __all__ = ["Learning", "merge"]

@@ -24,23 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from allranks._call.digests import PLAIN
 from allranks._plugin.adapt import TORCHS_DDP
 from allranks.parallel.ddp import DistributedDataParallel
 
 __all__ = [
-    "PLAIN",
     "WRAPPERS",
     "Boundary",
     "Reached",
     "is_array",
     "is_generator",
-    "is_plain",
     "is_user_module",
     "reach",
 ]
-
-PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
-"""Types of immutable values without references."""
 
 WRAPPERS: tuple[Any, ...] = (*TORCHS_DDP, DistributedDataParallel)
 """Types of modules that synchronize the gradients of another module: torch's and allranks's."""
@@ -77,11 +73,6 @@ _OPAQUE = (
 )
 _PATHS = sysconfig.get_paths()
 _LIBRARIES = tuple(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-
-
-def is_plain(value: object) -> bool:
-    """Return whether a value is immutable and references only values of this kind."""
-    return type(value) in PLAIN or (isinstance(value, tuple) and type(value) is tuple and all(map(is_plain, value)))
 
 
 def is_array(value: object) -> bool:

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from allranks._elastic.training.coverage import digest
-from allranks._elastic.training.shards import is_dtensor
+from allranks._call.digests import digest, is_dtensor
 
 if TYPE_CHECKING:
     from allranks._elastic.training.disk import Checkpoints

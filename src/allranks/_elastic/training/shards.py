@@ -6,14 +6,15 @@ without a replicated dimension, only one rank has these coordinates.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Layout", "Parts", "dtensors_in", "is_dtensor", "layout_of", "local_of", "meshes_in", "restored", "shard_of"]
+from allranks._call.digests import is_dtensor
+
+__all__ = ["Layout", "Parts", "dtensors_in", "layout_of", "meshes_in", "restored"]
 
 
 Parts = Mapping[str, Any]
@@ -85,25 +86,6 @@ def layout_of(tensor: Tensor) -> Layout | None:
     )
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's local memory of a tensor, detached."""
-    tensor = tensor.detach()
-    if not is_dtensor(tensor):
-        return tensor
-    with torch.no_grad():
-        local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return local
-
-
-def shard_of(tensor: Tensor) -> str:
-    """Return a text that identifies this rank's shard of a DTensor, or "" for any other tensor."""
-    if not is_dtensor(tensor):
-        return ""
-    found: Any = tensor
-    coordinates = found.device_mesh.get_coordinate() or ()
-    return str([c for c, p in zip(coordinates, found.placements, strict=False) if not p.is_replicate()])
-
-
 def restored(local: Tensor, layout: Layout, meshes: Mapping[Any, Any]) -> Tensor:
     """Return a DTensor with the local shard ``local``. ``meshes`` is the result of ``meshes_in``."""
     from torch.distributed.tensor import DTensor
@@ -143,8 +125,3 @@ def meshes_in(parts: Parts) -> dict[Any, Any]:
         assert layout is not None
         found[layout.mesh] = tensor.device_mesh  # type: ignore[attr-defined]
     return found
-
-
-def is_dtensor(value: object) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # without this module, no DTensor can exist
-    return module is not None and isinstance(value, module.DTensor)

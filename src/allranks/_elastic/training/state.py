@@ -83,6 +83,12 @@ class State(StepCommit):
             run that was never stopped. None: the state is only in memory.
         local: Objects, and names of variables, that may differ between ranks, are not restored, and are lost with their
             rank: a progress bar, a list that is only printed. The training must not depend on them.
+        check_every: Compare the parts of all ranks every this number of steps, before checkpoints, and at the beginning
+            and end of each section, and copy them in memory. If they differ, for example because a memory cell is
+            damaged, a warning names the ranks, the tensor and its elements. All ranks then return to their copies and
+            repeat the steps. If the values differ again after two repetitions, the program causes it, and all ranks
+            raise a StateLostError. None: compare at intervals that take less than 0.5 % of the time, without copies. A
+            difference then ends the training.
         parts: Modules, optimizers, schedulers, objects with ``state_dict`` and ``load_state_dict``, tensors, NumPy
             arrays, generators, dicts, lists, and objects with attributes. Their values must be equal on all ranks.
 
@@ -119,6 +125,7 @@ class State(StepCommit):
         leave_on: Sequence[int] = (),
         checkpoints: Checkpoints | None = None,
         local: Sequence[Any] = (),
+        check_every: int | None = None,
         **parts: Any,
     ) -> None:
         for name, part in parts.items():
@@ -130,7 +137,7 @@ class State(StepCommit):
         handover.check_own(own)
         wrappers = [part for part in parts.values() if isinstance(part, WRAPPERS)]
         plain = {name: _unwrapped(part) for name, part in parts.items()}
-        super().__init__(plain, own, local, wrappers, Seeds(reseed), inherit, checkpoints, leave_on)
+        super().__init__(plain, own, local, wrappers, Seeds(reseed), inherit, checkpoints, leave_on, check_every)
         self._ranks_and_sizes = {self._rank_and_size}
         # Position of the program. In a replacement process it is behind the position of the training.
         self._loop, self._epoch, self._section = 0, -1, 0
@@ -268,6 +275,8 @@ class State(StepCommit):
         self._batches, self._copied_at = batches, ""
         try:
             while True:
+                if self._returns_to_equal_step(batches):
+                    continue
                 self._write_checkpoint()
                 # The process has waited for its replica, and the others have trained on: its loaded batch is outdated.
                 if self._rejoined:
@@ -284,6 +293,8 @@ class State(StepCommit):
                 if self._pending_values:  # also if no step remains: the program may read them after the loop
                     self._fill_variables(loop_frame())
                 if not batches.prepare():
+                    if self._returns_to_equal_step(batches, ends=True):
+                        continue
                     return
                 if self._rehearsal is not None and not self._in_last_step:
                     self._rehearsal.at("loading")
@@ -323,6 +334,19 @@ class State(StepCommit):
             if self._batches is batches:
                 self._batches = None
                 self._loop_variables = NO_VARIABLES  # releases the program's functions
+
+    def _returns_to_equal_step(self, batches: Batches, ends: bool = False) -> bool:
+        """Compare the ranks if it is due. Return whether the section must continue at the current position."""
+        index = self._position.index
+        try:
+            returns = self._check_replicas(ends)
+        except (*LOSSES, Undone):
+            # Also if the ranks were about to return, and have done so.
+            self._recover()
+            returns = True
+        if self._position.index != index and self._batches is batches:
+            batches.reload()
+        return returns
 
     def _end_step(self, step: Step | None, batches: Batches | None) -> None:
         """Count a step that the program has left. It is counted only once.

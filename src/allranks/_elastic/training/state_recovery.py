@@ -23,6 +23,7 @@ from allranks._base.errors import (
     UsageError,
 )
 from allranks._call import callsite
+from allranks._call.digests import digest, is_plain
 from allranks._call.types import ReduceOp
 from allranks._elastic.early_groups import early_groups_of
 from allranks._elastic.history import ChangeCounts
@@ -33,7 +34,6 @@ from allranks._elastic.replay import LOSSES, ReplayEngine
 from allranks._elastic.training import handover, torchs_ddp, variables
 from allranks._elastic.training.audit import loop_frame, program_frames, surroundings
 from allranks._elastic.training.batches import Batches
-from allranks._elastic.training.coverage import digest
 from allranks._elastic.training.disk import Disk
 from allranks._elastic.training.handover import assign
 from allranks._elastic.training.replicas import Replicas
@@ -142,7 +142,7 @@ class StateRecovery(StepValues):
         self._find_surroundings()
         self._note_covered()
         loop_variables = variables.LoopVariables(program_frames(loop_frame()))
-        self._at_entry = {n: v for n, v in loop_variables.read(loop_variables.within).items() if variables.is_plain(v)}
+        self._at_entry = {n: v for n, v in loop_variables.read(loop_variables.within).items() if is_plain(v)}
         self._at_entry_by_name = {key.rpartition(".")[2]: value for key, value in self._at_entry.items()}
         self._join_loop_group()
         # A replacement process receives the position, so it does not load a checkpoint itself.
@@ -160,6 +160,8 @@ class StateRecovery(StepValues):
         self._torch_ddp_wrappers = [each for each in self._wrappers if isinstance(each, TORCHS_DDP)]
         for wrapper in self._wrappers:
             torchs_ddp.check("model", wrapper)
+            if not isinstance(wrapper, TORCHS_DDP):
+                wrapper.compare_replicas(0)  # `ReplicaCheck` compares more
         self._seeds.adopt({**self._coverage.reached().generators, **found.generators})
 
     def _load(self) -> None:

@@ -33,16 +33,16 @@ from allranks._base.errors import (
     losses_seen,
 )
 from allranks._call import callsite
+from allranks._call.digests import digest
 from allranks._elastic.joining import LOOP
 from allranks._elastic.replay import LOSSES
 from allranks._elastic.training import variables
 from allranks._elastic.training.audit import Audit, loop_frame, program_frames
-from allranks._elastic.training.coverage import digest
 from allranks._elastic.training.disk import Checkpoints, Disk
 from allranks._elastic.training.learning import Learning, merge
 from allranks._elastic.training.rehearsal import rehearsal_of
+from allranks._elastic.training.replica_check import ReplicaCheck
 from allranks._elastic.training.seeds import Seeds
-from allranks._elastic.training.state_recovery import StateRecovery
 from allranks._elastic.training.step import (
     ALL,
     CHANGES,
@@ -68,7 +68,7 @@ _SIGNAL_WINDOW_S = 5.0  # seconds after a signal in which the other ranks may re
 _MIN_VERIFY_STEPS = 50  # minimum number of steps between two comparisons of the ranks
 
 
-class StepCommit(StateRecovery):
+class StepCommit(ReplicaCheck):
     """The part of a State that begins, checks, learns and commits steps.
 
     Attributes:
@@ -85,11 +85,13 @@ class StepCommit(StateRecovery):
         inherit: Callable[[list[Tensor]], None] | None,
         checkpoints: Checkpoints | None,
         leave_on: Sequence[int],
+        check_every: int | None,
     ) -> None:
-        super().__init__(parts, own, local, wrappers, seeds, inherit)
+        super().__init__(parts, own, local, wrappers, seeds, inherit, check_every)
         self._rehearsal = rehearsal_of(self)
         if self._rehearsal is not None:
             checkpoints = self._rehearsal.checkpoints(checkpoints)
+            self._check_every = None  # the few steps of a rehearsal are compared by its launcher
         self._position.loaded = checkpoints is None
         if checkpoints is not None:
             self._disk = Disk(self._world, checkpoints, self.parts, own, not seeds.enabled)
@@ -98,7 +100,6 @@ class StepCommit(StateRecovery):
         self._audits: dict[str, Audit] = {}
         self._complaints: list[str] = []  # for the next learning step, which reports them to all ranks
         self._loop_variables = NO_VARIABLES  # variables of the current loop
-        self._verified_at = 0
         self._began_at = 0.0
         self.observing_s = 0.0
         self._signaled_at = 0.0
@@ -154,6 +155,7 @@ class StepCommit(StateRecovery):
             self._keep_variables(step)
         self._find_unsent()
         self._verify(step)
+        self._copy_checked(step)
 
     def _compare_variables(self, step: Step, plan: StepPlan) -> None:
         """Compare, before the first step of a loop, the variables that the loop does not assign.
@@ -187,52 +189,6 @@ class StepCommit(StateRecovery):
                     " ranks, and the correct value cannot be determined.\n  Keep it in a part of the State."
                 )
         plan.variables_compared = True
-
-    def _verify(self, step: Step) -> None:
-        """Compare the values that must be equal on all ranks: after a recovery, and periodically.
-
-        Raises:
-            StateLostError: They differ. Raised on every rank.
-        """
-        done, every = self._position.done, self._verify_every
-        # A repeated step has the same number of completed steps, and is not compared again.
-        is_due = every and done and done % every == 0 and done != self._verified_at
-        compares_all, is_section_start = self._verify_next or is_due, self._position.index == 0
-        if not compares_all and not is_section_start:
-            return
-        after_recovery, self._verify_next, self._verified_at = self._verify_next, False, done
-        world = self._world
-        own = {name for plan in self._plans.values() for name in plan.own}
-        digests = {"position": digest(repr(self._position.section_key) + repr((self._position.index, done)))}
-        digests |= self._variable_digests(step)
-        if compares_all:
-            digests |= {name: found for name, found in self._coverage.common().items() if name not in own}
-        if after_recovery:
-            digests |= self._around(step)
-        # A fast comparison of one hash per rank. The names of shards differ between ranks, so it is not possible for
-        # a sharded state. The shift makes an unsigned 64-bit hash fit into int64.
-        if not self._sharded or not compares_all:
-            total = torch.tensor([digest(sorted(digests.items())) >> 1], device="cpu")
-            totals = torch.empty(world.size(), dtype=torch.int64, device="cpu")
-            world.all_gather(totals, total)
-            if bool((totals == totals[0]).all()):
-                return
-        gathered: list[Any] = [None] * world.size()
-        objects.all_gather_object(gathered, digests, world)
-        names = sorted(set().union(*gathered))
-        differ = [name for name in names if len({each[name] for each in gathered if name in each}) > 1]
-        if not after_recovery:  # diverged buffers and variables: backup ranks store them from now on
-            self._differing = {n for n in differ if n in self._coverage.buffers or n.startswith(VARIABLE)}
-            differ = [name for name in differ if name not in self._differing]
-        if differ:
-            ranks = [rank for rank, each in enumerate(gathered) if each.get(differ[0]) != gathered[0].get(differ[0])]
-            more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
-            raise StateLostError(
-                f"State: {differ[0].removesuffix('{}')}{more} differs between rank 0 and rank"
-                f" {', '.join(map(str, ranks))} at step {done}{' after a loss' if after_recovery else ''}: the weights"
-                " would differ from those of an undisturbed run.\n  Add everything that a step changes to the State,"
-                " and restart the job from a checkpoint (automatic with allranks run --restarts)."
-            )
 
     def _begin(self, step: Step) -> None:
         """Copy the values that the step may change, and seed the generators."""

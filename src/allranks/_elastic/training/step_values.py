@@ -13,10 +13,11 @@ from torch import Tensor
 from allranks._api.world import (
     resolve_group,
 )
+from allranks._call.digests import digest, is_plain
 from allranks._elastic.training import variables
 from allranks._elastic.training.audit import Audit, program_frames
 from allranks._elastic.training.backups import Backups, pack, unpack
-from allranks._elastic.training.coverage import Coverage, Undo, digest
+from allranks._elastic.training.coverage import Coverage, Undo
 from allranks._elastic.training.handover import assign
 from allranks._elastic.training.position import Position
 from allranks._elastic.training.shards import dtensors_in
@@ -90,7 +91,7 @@ class StepValues:
         before = self._at_entry.get(key, _NOTHING)
         if before is _NOTHING:
             before = self._at_entry_by_name.get(_plain_name(key), _NOTHING)
-        return value is not before and variables.is_plain(value) and not _same(value, before)
+        return value is not before and is_plain(value) and not _same(value, before)
 
     def _without_covered(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the variables that are neither declared as local nor covered by a part."""

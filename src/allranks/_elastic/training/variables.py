@@ -16,9 +16,9 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from allranks._elastic.training.reachable import is_plain
+from allranks._call.digests import is_plain
 
-__all__ = ["Carried", "LoopVariables", "assigned_by", "can_be_carried", "is_plain", "is_plain_function", "miscounted"]
+__all__ = ["Carried", "LoopVariables", "assigned_by", "can_be_carried", "is_plain_function", "miscounted"]
 
 _READ = {
     "LOAD_FAST",
