@@ -5,6 +5,9 @@
 Each case starts ``program.py KIND BACKEND`` with three ranks and waits for a report. A case is correct if the report
 names the culprit's rank and the line that the program marks. A process that is stopped or has exited cannot report its
 line; there, the report must name the rank and the state of its process.
+
+With ``srun``, the ranks run on two hosts, which are network namespaces of this machine with their own SLURM
+(tests/support; root). The other launchers start them on this host.
 """
 
 from __future__ import annotations
@@ -21,8 +24,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from support.cluster import cluster
+from support.slurm import Slurm, slurm
 
 PROGRAM = Path(__file__).with_name("program.py")
 ROOT = PROGRAM.parents[2]
@@ -85,18 +94,24 @@ def command(launcher: str, kind: str, backend: str, port: int) -> list[str]:
         return [sys.executable, "-m", "allranks", "run", "-n", "3", *program]
     if launcher == "mpirun":
         return ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable, *program]
-    return ["srun", "-n", "3", sys.executable, *program]
+    variables = "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID"
+    words = f'export {variables}; exec "$@"'
+    return ["srun", "-N", "2", "-n", "3", "bash", "-c", words, "-", sys.executable, *program]
 
 
-def plant(kind: str, backend: str, launcher: str, port: int) -> Result:
+def plant(kind: str, backend: str, launcher: str, port: int, slurm: Slurm | None) -> Result:
     """Run one case."""
     environ = os.environ | {"ALLRANKS_WATCH": "1", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
     environ |= {"MASTER_PORT": str(port)}
+    words = command(launcher, kind, backend, port)
+    if launcher == "srun":
+        assert slurm is not None
+        head = slurm.hosts.hosts[0]
+        environ |= {**slurm.environ, "MASTER_ADDR": head.address, "GLOO_SOCKET_IFNAME": "eth0"}
+        words = head.inside(*words)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryDirectory() as folder:
         environ["ALLRANKS_WATCH_FOLDER"] = folder
-        job = subprocess.Popen(
-            command(launcher, kind, backend, port), stdout=out, stderr=out, env=environ, start_new_session=True
-        )
+        job = subprocess.Popen(words, stdout=out, stderr=out, env=environ, start_new_session=True)
         try:
             text, report_at = _read(out, job)
         finally:
@@ -184,13 +199,16 @@ def main() -> int:
             parser.error(f"{name} is not installed")
 
     def run(number: int) -> Result:
-        result = plant(*cases[number], 29500 + number)
+        result = plant(*cases[number], 29500 + number, cluster_of_jobs)
         after = "no report" if result.after_s is None else f"{result.after_s:.1f} s"
         print(f"{'correct' if result.correct else 'WRONG'}  {result.launcher} {result.backend} {result.kind}: {after}")
         print("".join(f"    {line[:400]}\n" for line in result.report.splitlines()[:3]), end="", flush=True)
         return result
 
-    with ThreadPoolExecutor(args.parallel) as pool:
+    with ExitStack() as stack, ThreadPoolExecutor(args.parallel) as pool:
+        cluster_of_jobs = None
+        if "srun" in args.launchers:
+            cluster_of_jobs = stack.enter_context(slurm(stack.enter_context(cluster(2))))
         results = list(pool.map(run, range(len(cases))))
     correct = sum(result.correct for result in results)
     late = [result for result in results if result.after_s is None or result.after_s > LIMIT_S + 1]
