@@ -3,12 +3,13 @@
 A State compares them after each recovery, and periodically. They differ if the program updates them differently on the
 ranks, or if memory is damaged. By default this ends the training. With ``check_every``, each rank copies its values
 when they have been found equal. If they are found to differ later, all ranks return to these copies and repeat the
-steps since then. No rank has to be found guilty, which is impossible with two ranks. The repeated steps compute what an
-undisturbed run computes, although a damaged value may have reached the other ranks through gradients.
+steps since then. They need not know which rank is damaged, which two ranks cannot decide. The repeated steps compute
+what an undisturbed run computes, although a damaged value may have reached the other ranks through gradients.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from allranks._api import objects
 from allranks._base.errors import StateLostError, UsageError
 from allranks._call import callsite
-from allranks._call.digests import digest, shard_of
+from allranks._call.digests import digest, local_of, shard_of
 from allranks._elastic.training import variables
 from allranks._elastic.training.audit import loop_frame, program_frames
 from allranks._elastic.training.coverage import Undo
@@ -103,9 +104,9 @@ class ReplicaCheck(StateRecovery):
         if after_recovery:
             digests |= self._around(step)
         # A fast comparison of one hash per rank. The names of shards differ between ranks, so it is not possible for
-        # a sharded state. The shift makes an unsigned 64-bit hash fit into int64.
+        # a sharded state.
         if not self._sharded or not compares_all:
-            total = torch.tensor([digest(sorted(digests.items())) >> 1], device="cpu")
+            total = torch.tensor([drift.combined(digests)], device="cpu")
             totals = torch.empty(world.size(), dtype=torch.int64, device="cpu")
             world.all_gather(totals, total)
             if bool((totals == totals[0]).all()):
@@ -118,7 +119,8 @@ class ReplicaCheck(StateRecovery):
             self._differing = {n for n in differ if n in self._coverage.buffers or n.startswith(VARIABLE)}
             differ = [name for name in differ if name not in self._differing]
         if differ:
-            raise self._replicas_differ(digests, " after a loss" if after_recovery else "")
+            compared = {name: found for name, found in digests.items() if name not in self._differing}
+            raise self._replicas_differ(compared, " after a loss" if after_recovery else "")
 
     def _recover(self) -> None:
         # A new process has no copies to return to. The next step of all ranks makes new ones.
@@ -162,11 +164,7 @@ class ReplicaCheck(StateRecovery):
         own = {name for plan in self._plans.values() for name in plan.own} | self._differing
         digests = {name: found for name, found in self._coverage.common().items() if name not in own}
         digests["position"] = digest(repr((position.section_key, position.index, position.done)))
-        self._is_finite = all(
-            bool(torch.isfinite(parameter.detach().sum(dtype=torch.float64)))
-            for parameter in self._coverage.parameters().values()
-            if parameter.is_floating_point()
-        )
+        self._is_finite = all(map(_is_finite, self._coverage.parameters().values()))
         reports: list[Any] = [None] * world.size()
         summary = digests if self._sharded else drift.combined(digests)
         objects.all_gather_object(reports, (summary, self._is_finite), world)
@@ -272,3 +270,13 @@ class ReplicaCheck(StateRecovery):
             self._backups.exchange(self._world, self._all_own())
             self._agree(ALL)
             self._backups.commit(self._world, self._slots())
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor contains neither infinity nor NaN on this rank. Cost: 4 GB/s."""
+    local = local_of(tensor)
+    if not local.is_floating_point() or local.is_meta or not local.numel():
+        return True
+    # The extremes are NaN if any element is, and take a tenth of the time of `isfinite`. Types of 8 bits have none.
+    low, high = torch.aminmax(local if local.itemsize > 1 else local.float())
+    return math.isfinite(low) and math.isfinite(high)
