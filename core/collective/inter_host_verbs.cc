@@ -119,15 +119,15 @@ void InterHostComm::all_reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op
 // Run the exchange of a call that has two variants. Returns the variant, which is the same on all ranks. During the
 // trial, the exchange contains the duration of the previous call.
 size_t InterHostComm::choose_way(LocalComm::Call& call, Trial& trial) {
-  const size_t length = trial.under_way() ? sizeof trial.told() : 0;
-  const auto gathered = exchange(call, &trial.told(), {.nbytes = [length](int) { return length; }});
-  std::vector<uint64_t> told(length > 0 ? ranks() : 0);
-  for (size_t r = 0; r < told.size(); r++) {
+  const size_t length = trial.under_way() ? sizeof trial.duration() : 0;
+  const auto gathered = exchange(call, &trial.duration(), {.nbytes = [length](int) { return length; }});
+  std::vector<uint64_t> durations(length > 0 ? ranks() : 0);
+  for (size_t r = 0; r < durations.size(); r++) {
     const int rank = static_cast<int>(r);
     const std::byte* of_host = gathered[static_cast<size_t>(hosts_.of(rank))];
-    std::memcpy(&told[r], of_host + static_cast<size_t>(hosts_.place(rank)) * length, length);
+    std::memcpy(&durations[r], of_host + static_cast<size_t>(hosts_.place(rank)) * length, length);
   }
-  return trial.choose(told);
+  return trial.choose(durations);
 }
 
 void InterHostComm::all_reduce_on_levels(LocalComm::Call& call, Buffer buffer, ReduceOp op, Way way) {

@@ -18,15 +18,15 @@ class Trial {
   // Return whether the ranks must exchange the duration of the last call in the next call.
   bool under_way() const { return calls_ <= kCalls; }
   // The value that this rank sends: nanoseconds per MiB.
-  const uint64_t& told() const { return told_; }
+  const uint64_t& duration() const { return duration_; }
 
-  // Return the variant of this call, 0 or 1. told: the values of all ranks, indexed by rank; empty after the
+  // Return the variant of this call, 0 or 1. durations: the values of all ranks, indexed by rank; empty after the
   // measurement has finished.
-  size_t choose(const std::vector<uint64_t>& told) {
+  size_t choose(const std::vector<uint64_t>& durations) {
     if (!under_way()) return chosen_;
     if (calls_ > 0) {
       uint64_t& best = best_[(calls_ - 1) % best_.size()];
-      best = std::min(best, *std::ranges::max_element(told));
+      best = std::min(best, *std::ranges::max_element(durations));
     }
     chosen_ = calls_ < kCalls ? calls_ % best_.size() : best_[1] < best_[0] ? 1 : 0;
     calls_++;
@@ -34,7 +34,7 @@ class Trial {
   }
 
   void took(int64_t ns, size_t nbytes) {
-    told_ = static_cast<uint64_t>(std::max<int64_t>(ns, 0)) * 1024 / std::max<size_t>(nbytes >> 10, 1);
+    duration_ = static_cast<uint64_t>(std::max<int64_t>(ns, 0)) * 1024 / std::max<size_t>(nbytes >> 10, 1);
   }
 
  private:
@@ -44,7 +44,7 @@ class Trial {
 
   size_t calls_ = 0;
   size_t chosen_ = 0;
-  uint64_t told_ = 0;
+  uint64_t duration_ = 0;
   std::array<uint64_t, 2> best_{std::numeric_limits<uint64_t>::max(), std::numeric_limits<uint64_t>::max()};
 };
 

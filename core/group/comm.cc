@@ -329,10 +329,10 @@ void Comm::run_head(std::unique_lock<std::mutex>& lock, Caller& caller, Polling 
 
 void Comm::progress() {
   sys::leave_signals();
-  Caller nobody;
+  Caller no_caller;
   sys::wake_on_time();
   std::unique_lock lock(queue_lock_);
-  while (look(lock)) run_head(lock, nobody, settings_.progress_polling);
+  while (look(lock)) run_head(lock, no_caller, settings_.progress_polling);
 }
 
 bool Comm::look(std::unique_lock<std::mutex>& lock) {

@@ -366,26 +366,26 @@ void PointToPoint::rouse() {
 
 void PointToPoint::run() {
   sys::leave_signals();
-  Caller nobody;
+  Caller no_caller;
   for (;;) {
     {
       std::unique_lock lock(lock_);
       posted_.wait(lock, [this] { return stopping_ || !idle(); });
       if (stopping_) return;
     }
-    Patience patience{.caller = nobody, .timeout_ns = timeout_ns_, .polling = progress_polling_, .final = false};
+    Patience patience{.caller = no_caller, .timeout_ns = timeout_ns_, .polling = progress_polling_, .final = false};
     try {
       shm_.wait(
           shm_.bell(shm_.rank()), patience, Failure{.reporter = rank_},
           [&] {
-            move(nobody, stopping_);
+            move(no_caller, stopping_);
             if (stopping_) return -1;
             const std::unique_lock lock(lock_, std::try_to_lock);
             if (!lock.owns_lock()) return Shm::kAnyRank;
             return idle() ? -1 : awaited();
           },
           [&] {
-            const auto lock = move_rest(nobody, stopping_);
+            const auto lock = move_rest(no_caller, stopping_);
             return stopping_ || idle() ? -1 : awaited();
           });
     } catch (const Error& error) {

@@ -207,7 +207,7 @@ nb::object queue(const Operator& about, PyObject* args, PyObject* kwargs) {
   if (brief.is_none()) return {};
   // The template's number, the number of outputs, the result, the shift, and whether the result is a view of the first
   // argument: `brief` of KnownCall in handle.py.
-  const auto told = [&](Py_ssize_t i) { return PyTuple_GetItem(brief.ptr(), i); };
+  const auto field = [&](Py_ssize_t i) { return PyTuple_GetItem(brief.ptr(), i); };
 
   const nb::object line = nb::steal(PyObject_CallFunctionObjArgs(state.handles->here, state.handles->one, nullptr));
   if (!line.is_valid()) throw nb::python_error();
@@ -218,27 +218,27 @@ nb::object queue(const Operator& about, PyObject* args, PyObject* kwargs) {
   const nb::object refs = scan.refs.tuple();
   const nb::object target = attribute(place, state.handles->target);
   const nb::object call = attribute(place, state.handles->call);
-  const nb::object made = nb::steal(PyObject_CallFunctionObjArgs(call.ptr(), target.ptr(), line.ptr(), told(0),
-                                                                 refs.ptr(), told(1), values.ptr(), nullptr));
+  const nb::object made = nb::steal(PyObject_CallFunctionObjArgs(call.ptr(), target.ptr(), line.ptr(), field(0),
+                                                                 refs.ptr(), field(1), values.ptr(), nullptr));
   if (!made.is_valid()) {
     // The operands are on different workers. The outbox has queued nothing, so Python can report the error.
     if (PyErr_Occurred() != PyExc_ValueError) throw nb::python_error();
     PyErr_Clear();
     return {};
   }
-  PyObject* result = told(2);
+  PyObject* result = field(2);
   if (result == Py_None) return nb::none();
   const bool is_argument = PyLong_CheckExact(result) != 0;
   if (is_argument && PyLong_AsSsize_t(result) < count) {
     return nb::borrow(PyTuple_GetItem(args, PyLong_AsSsize_t(result)));
   }
   if (!is_argument && result != Py_True) {
-    if (told(4) != Py_True) return make_handle(place, result, made, told(3));
+    if (field(4) != Py_True) return make_handle(place, result, made, field(3));
     // In inference mode the result would be an inference tensor, but a view of an ordinary tensor must be ordinary.
     // `build` leaves inference mode for this case.
     if (count > 0 && !is_true(nb::steal(PyObject_CallNoArgs(state.handles->in_inference_mode)))) {
       const nb::object before = attribute(PyTuple_GetItem(args, 0), state.handles->off);
-      const nb::object offset = nb::steal(PyNumber_Add(before.ptr(), told(3)));
+      const nb::object offset = nb::steal(PyNumber_Add(before.ptr(), field(3)));
       if (!offset.is_valid()) throw nb::python_error();
       return make_handle(place, result, made, offset);
     }

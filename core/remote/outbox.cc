@@ -179,9 +179,9 @@ void Outbox::call(int target, uint32_t line, uint16_t code, std::span<const uint
   Hold hold(*this);
   existing(target);
   if (open_ != target || !has_room_) wait_for_room(target, false, hold, caller);
-  const bool told = open_ == target && line_ == line;
+  const bool has_line = open_ == target && line_ == line;
   tell_frees(target);  // before take_id(), so that the call can reuse these ids
-  if (!told) tell_line(target, line);
+  if (!has_line) tell_line(target, line);
   for (uint32_t& id : outputs) id = take_id();
   std::byte* to = extend(target, sizeof code + inputs.size_bytes() + outputs.size_bytes() + values.size());
   to = write(to, code);

@@ -142,14 +142,14 @@ TEST(an_all_reduce_has_the_bits_of_one_kernel_in_each_way) {
 TEST(the_faster_way_is_chosen_by_the_slowest_rank) {
   for (const size_t faster : {0, 1}) {
     Trial trial;
-    std::vector<uint64_t> told{0, 0};
+    std::vector<uint64_t> durations{0, 0};
     std::vector<size_t> ways;
     for (int i = 0; i < 10; i++) {
       const bool under_way = trial.under_way();
-      ways.push_back(trial.choose(under_way ? told : std::vector<uint64_t>{}));
+      ways.push_back(trial.choose(under_way ? durations : std::vector<uint64_t>{}));
       trial.took(ways.back() == faster ? 2'000'000 : 1'000'000, 2 << 20);
-      CHECK(trial.told() == (ways.back() == faster ? 1'000'000 : 500'000));
-      told = {trial.told(), ways.back() == faster ? 0U : 1'500'000U};  // another rank, slower in the other way
+      CHECK(trial.duration() == (ways.back() == faster ? 1'000'000 : 500'000));
+      durations = {trial.duration(), ways.back() == faster ? 0U : 1'500'000U};  // another rank, slower in the other way
     }
     CHECK(std::vector(ways.begin(), ways.begin() + 6) == (std::vector<size_t>{0, 1, 0, 1, 0, 1}));
     CHECK(std::vector(ways.begin() + 6, ways.end()) == std::vector<size_t>(4, faster));

@@ -26,8 +26,8 @@ from allranks import _core
 
 __all__ = ["Call", "End", "end_futures", "future_of"]
 
-_ASK_S = 0.5e-3  # shortest interval of polling
-_ASKING_SHARE = 10  # the watcher sleeps this many times as long as it polled, so polling takes at most 1/11 of its time
+_POLL_S = 0.5e-3  # shortest interval of polling
+_POLLING_SHARE = 10  # the watcher sleeps this many times as long as it polled: polling takes at most 1/11 of its time
 _LONG_S = 0.1  # a callback that runs longer than this no longer delays the other futures
 _LEAVING_S = 2.0  # limit of the wait for pending calls at exit
 
@@ -37,9 +37,9 @@ class End(enum.Enum):
 
     PAST = 0
     """The call is complete."""
-    TOLD = 1
+    NOTIFIED = 1
     """The core reports the completion."""
-    ASKED = 2
+    POLLED = 2
     """The watcher must poll the call."""
 
 
@@ -63,14 +63,14 @@ class _Completer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tickets = itertools.count(1)  # ticket 0 only wakes the watcher
-        self._told: dict[int, Any] = {}
-        self._asked: dict[int, Any] = {}
+        self._notified: dict[int, Any] = {}
+        self._polled: dict[int, Any] = {}
         self._due: deque[Any] = deque()
         self._some_due = threading.Condition(self._lock)
         self._watcher: threading.Thread | None = None
         self._runners: set[threading.Thread] = set()
         self._idle = 0
-        self._ask_at = 0.0
+        self._poll_at = 0.0
         self._taken = 0  # number of futures that runners have started to complete
         self._leave_by: float | None = None
 
@@ -80,7 +80,7 @@ class _Completer:
             if not leaving:
                 # Stored before `end` passes the ticket to the core, which may report it immediately.
                 ticket = next(self._tickets)
-                self._told[ticket] = future
+                self._notified[ticket] = future
                 if self._watcher is None:
                     # Not a `Daemon`, which blocks signals: what callbacks start would inherit that
                     # (docs/decisions/052).
@@ -88,7 +88,7 @@ class _Completer:
                     self._watcher.start()
         if leaving:  # the watcher may have exited
             future.complete()
-        elif future.work.end(ticket) is not End.TOLD:
+        elif future.work.end(ticket) is not End.NOTIFIED:
             _core.add_completion(ticket)  # wakes the watcher, which then completes or polls the call
 
     def end(self) -> None:
@@ -110,7 +110,7 @@ class _Completer:
             self._look(_core.take_completions(nap))
             now = time.monotonic()
             with self._lock:
-                nap = max(0.0, self._ask_at - now) if self._asked else -1.0
+                nap = max(0.0, self._poll_at - now) if self._polled else -1.0
                 if self._due:
                     # Another runner starts only if none has taken a future for _LONG_S: all runners are blocked.
                     if self._taken != taken or since == 0:
@@ -124,31 +124,31 @@ class _Completer:
                 else:
                     since = 0.0
                 if self._leave_by is not None:
-                    if now >= self._leave_by or not (self._told or self._asked or self._due):
+                    if now >= self._leave_by or not (self._notified or self._polled or self._due):
                         return
-                    nap = _ASK_S
+                    nap = _POLL_S
 
     def _look(self, tickets: list[int]) -> None:
         """Check the calls with these tickets and, if the next poll is due, the calls that must be polled."""
-        found = [(ticket, self._told.pop(ticket)) for ticket in tickets if ticket in self._told]
+        found = [(ticket, self._notified.pop(ticket)) for ticket in tickets if ticket in self._notified]
         began = time.monotonic()
-        asks = began >= self._ask_at
-        for ticket, future in (*found, *self._asked.items()) if asks else found:
+        asks = began >= self._poll_at
+        for ticket, future in (*found, *self._polled.items()) if asks else found:
             # For calls of the core, this also requests the next notification.
             end = future.work.end(ticket)
             with self._lock:
-                self._asked.pop(ticket, None) if end is not End.ASKED else None
+                self._polled.pop(ticket, None) if end is not End.POLLED else None
             if end is End.PAST:
                 with self._lock:
                     self._due.append(future)
-            elif end is End.TOLD:
+            elif end is End.NOTIFIED:
                 # Stored after the request: only this thread takes the reports, so none can arrive in between.
-                self._told[ticket] = future
+                self._notified[ticket] = future
             else:
-                self._asked[ticket] = future
+                self._polled[ticket] = future
         if asks:
             now = time.monotonic()
-            self._ask_at = now + max(_ASK_S, _ASKING_SHARE * (now - began))
+            self._poll_at = now + max(_POLL_S, _POLLING_SHARE * (now - began))
 
     def _start_runner(self) -> None:
         runner = threading.Thread(target=self._run, name="allranks-callbacks", daemon=True)

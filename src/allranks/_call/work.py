@@ -74,7 +74,7 @@ class Work(abc.ABC):
 
     def end(self, ticket: int) -> End:
         """Return how the completion is detected. If the core reports it, it reports this ticket."""
-        return End.PAST if self.is_completed() else End.ASKED
+        return End.PAST if self.is_completed() else End.POLLED
 
     def result(self) -> list[torch.Tensor]:
         """Wait for the call, and return the tensors that it has written: for each verb the same as torch's gloo.

@@ -223,7 +223,7 @@ class OperandsWork(Work):
 
     def end(self, ticket: int) -> End:
         # An engine that cannot notify is polled by the watcher of the futures.
-        return End.PAST if self.done() else End.ASKED
+        return End.PAST if self.done() else End.POLLED
 
 
 def different(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -101,11 +101,11 @@ class Diagnosis:
             places: Line of the program, by rank, for ranks that could report it.
             problems: Why a rank did not report its state itself, by rank.
         """
-        said = [_describe_mismatch(mismatch) for mismatch in self.mismatches]
+        texts = [_describe_mismatch(mismatch) for mismatch in self.mismatches]
         out_of_step = {rank for mismatch in self.mismatches for rank in mismatch.calls}
         for circle in self.circles:
             if not out_of_step & set(circle):
-                said.append(self._circle(circle))
+                texts.append(self._circle(circle))
         in_circle = {rank for circle in self.circles for rank in circle}
         alike: dict[tuple[int, ...], list[int]] = {}
         # That a rank is out of step explains why others wait for it.
@@ -113,8 +113,8 @@ class Diagnosis:
             alike.setdefault(tuple(r for r in self.waiting_for(late) if r not in in_circle), []).append(late)
         for waiting, late_ranks in alike.items():
             if waiting:
-                said.append(self._late(waiting, late_ranks, hosts or {}, places or {}, problems or {}))
-        return said
+                texts.append(self._late(waiting, late_ranks, hosts or {}, places or {}, problems or {}))
+        return texts
 
     def _late(
         self,

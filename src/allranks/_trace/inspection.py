@@ -24,7 +24,7 @@ _PAGE = os.sysconf("SC_PAGESIZE")
 
 
 # A wait is reported again after each of these times, and after the last one every 1800 s.
-_TELL_AGAIN_S = (60.0, 300.0, 1800.0)
+_REPORT_AGAIN_S = (60.0, 300.0, 1800.0)
 
 
 class QuietClock:
@@ -33,7 +33,7 @@ class QuietClock:
     def __init__(self) -> None:
         self._count = -1
         self._since = 0.0
-        self._told_s = 0.0
+        self._reported_s = 0.0
 
     def long_wait(self, reader: TraceReader, first_s: float) -> tuple[RecordedCall, float] | None:
         """Return the call in which the rank has waited beyond a limit, and that limit.
@@ -47,27 +47,27 @@ class QuietClock:
         """
         now = time.monotonic()
         if (count := reader.count) != self._count:
-            self._count, self._since, self._told_s = count, now, 0.0
-        limit_s = next_limit(first_s, self._told_s)
+            self._count, self._since, self._reported_s = count, now, 0.0
+        limit_s = next_limit(first_s, self._reported_s)
         # `_since` is up to one interval of this method later than the call.
         if now - self._since < limit_s - 1.5:
             return None
         waits = [call for call in reader.open_calls() if not call.async_op or call.awaited]
         if not waits and now - self._since >= limit_s:
-            self._told_s = limit_s  # the record is searched once per limit, and not every second
+            self._reported_s = limit_s  # the record is searched once per limit, and not every second
         # Half an interval before the limit, so that a report comes at the limit on average.
         if not waits or now - waits[0].entered_ns / 1e9 < limit_s - min(0.5, limit_s / 10):
             return None
-        self._told_s = limit_s
+        self._reported_s = limit_s
         return waits[0], limit_s
 
 
-def next_limit(first_s: float, told_s: float) -> float:
+def next_limit(first_s: float, reported_s: float) -> float:
     """Return the seconds of waiting after which the wait of a rank is reported next."""
-    if told_s == 0:
+    if reported_s == 0:
         return first_s
-    later = [limit_s for limit_s in _TELL_AGAIN_S if limit_s > max(told_s, first_s)]
-    return later[0] if later else told_s + _TELL_AGAIN_S[-1]
+    later = [limit_s for limit_s in _REPORT_AGAIN_S if limit_s > max(reported_s, first_s)]
+    return later[0] if later else reported_s + _REPORT_AGAIN_S[-1]
 
 
 def rank_state(rank: int, pid: int, reader: TraceReader | None, recent: int = 0, ended: bool = False) -> RankState:

@@ -53,7 +53,7 @@ class _Watcher:
         self._peers: dict[int, WatchedPeer] = {}
         self._notice_s = notice_s
         self._clock = QuietClock()
-        self._told: set[tuple[object, ...]] = set()
+        self._reported: set[tuple[object, ...]] = set()
         self._groups: weakref.WeakSet[_Group] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -104,9 +104,9 @@ class _Watcher:
         found = replace(found, late=late)
         # With the limit, so that the same wait is reported again after the next limit.
         key = (*found.key(), limit_s)
-        if (not late and not found.circles) or key in self._told:
+        if (not late and not found.circles) or key in self._reported:
             return
-        self._told.add(key)
+        self._reported.add(key)
         if choose_teller(found, self._peers, mine) == self._me:
             self._tell(found)
 

@@ -246,7 +246,7 @@ def _dump() -> Mapping[str, Any]:
 
 
 class _Inductor:
-    """Stands in for torch._inductor during a dump: only the thread of the dump finds it empty."""
+    """Replaces torch._inductor during a dump: only the thread of the dump finds it empty."""
 
     def __init__(self, thread: int) -> None:
         self._thread = thread

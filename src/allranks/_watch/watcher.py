@@ -92,8 +92,8 @@ class Watcher:
         self._peers: dict[int, Peer] = {}
         self._token = b""
         self._server: Server | None = None
-        self._began = self._told_s = self._look_at = 0.0
-        self._told: set[tuple[object, ...]] = set()
+        self._began = self._reported_s = self._look_at = 0.0
+        self._reported: set[tuple[object, ...]] = set()
         self._collecting = False
         self._stragglers = Stragglers()
         self._notes = Notes()
@@ -194,7 +194,7 @@ class Watcher:
             self._look_at = now + first_s / 2
             return _LOOK_S
         self._note_wait(call)
-        limit_s = next_limit(self._limit_s, self._told_s)
+        limit_s = next_limit(self._limit_s, self._reported_s)
         abort = 0 < self._abort_s <= limit_s
         limit_s = self._abort_s if abort else limit_s
         left_s = limit_s - self._early_s + min(self._rank * _STAGGER_S, _STAGGER_MOST_S) - call.seconds
@@ -202,7 +202,7 @@ class Watcher:
             # A wait that begins now is found in time, too.
             self._look_at = now + min(left_s, first_s)
             return min(left_s, _LOOK_S)
-        self._told_s = limit_s
+        self._reported_s = limit_s
         self._report(call, limit_s, abort)
         return _LOOK_OFTEN_S
 
@@ -225,7 +225,7 @@ class Watcher:
         """Forget which limit was reported if this rank waits in another call than at the last check."""
         # The start of a call is computed from two clocks, so it differs by microseconds.
         if abs(call.began - self._began) > _SAME_S:
-            self._began, self._told_s = call.began, 0.0
+            self._began, self._reported_s = call.began, 0.0
 
     def _report(self, call: CallState, limit_s: float, abort: bool) -> None:
         """Collect the states of all ranks. Report why this rank waits, if it still does at the limit."""
@@ -307,7 +307,7 @@ class Watcher:
             if not collecting and call is not None:
                 # The report of the collector includes the wait of this rank.
                 self._note_wait(call)
-                self._told_s = max(self._told_s, request.limit_s)
+                self._reported_s = max(self._reported_s, request.limit_s)
             return answer
         if isinstance(request, Compare):
             return self.evidence.arrivals()
@@ -324,9 +324,9 @@ class Watcher:
         if abort and not lines:
             lines = [f"rank {self._rank} has waited {limit_s:g} s for ranks that are not known"]
         key = (*found.key(), limit_s)
-        if not lines or key in self._told:
+        if not lines or key in self._reported:
             return
-        self._told.add(key)
+        self._reported.add(key)
         if abort:
             lines.append(f"all ranks exit, because a wait has lasted {self._abort_s:g} s (--abort-after)")
         text = "".join(f"allranks watch: {line}\n" for line in lines)

@@ -227,12 +227,12 @@ def load(
                 " checkpoints.\n  Remove step, or pass a folder of checkpoints."
             )
         return one_file.load_file(path, map_location, weights_only, into)
-    is_told = isinstance(path, Info) or not (into is None and step is None and group is None)
-    if not is_told and not os.path.exists(path):
+    is_chosen = isinstance(path, Info) or not (into is None and step is None and group is None)
+    if not is_chosen and not os.path.exists(path):
         background.settle()  # a save in progress may create the path
     # All ranks load a checkpoint, but one process may load a file. A missing path without other arguments may be meant
     # as a file, so raise here instead of waiting for the other ranks.
-    if not is_told and not os.path.exists(path):
+    if not is_chosen and not os.path.exists(path):
         raise FileNotFoundError(f"checkpoint.load: {os.fspath(path)!r} does not exist")
     background.settle()
     return loading.load_folder(path, into, step, participants_of(group))

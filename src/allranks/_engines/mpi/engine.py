@@ -133,13 +133,13 @@ class MpiEngine(FlatEngine):
         # Create_group waits for the other ranks, whose other threads may wait for this process. If MPI does not need
         # the lock, it is therefore not held.
         with nullcontext() if self._threads else lock:
-            everybody = world.Get_group()
-            chosen = everybody.Incl(ranks)
+            all_ranks = world.Get_group()
+            chosen = all_ranks.Incl(ranks)
             # A tag of the group's own secret keeps concurrent creations of groups apart.
             self._comm = world.Create_group(chosen, secret[0])
             # Errors become exceptions of mpi4py. MPI's default would abort the job.
             self._comm.Set_errhandler(self.mpi.ERRORS_RETURN)
-            everybody.Free()
+            all_ranks.Free()
             chosen.Free()
         # The highest tag is reserved for large all_to_all calls, which travel as messages.
         self._collective_tag = world.Get_attr(self.mpi.TAG_UB)

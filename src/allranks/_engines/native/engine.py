@@ -680,7 +680,7 @@ class NativeWork(OperandsWork):
             # No notification would come any more for a call that has ended.
             return End.PAST
         self.request.watch(ticket)
-        return End.TOLD
+        return End.NOTIFIED
 
 
 class PlainWork(NativeWork):
