@@ -31,6 +31,7 @@ from typing import Any
 RANKS = 3
 EVERY = 10
 STEPS_PER_RUN = 500
+LEARNING = 2
 COST_STEPS = 300
 COST_ROUNDS = 6
 
@@ -133,7 +134,8 @@ def train_main(steps: int, seed: int) -> None:
     source = torch.Generator().manual_seed(rank)
     batches = [(torch.randn(8, 20, generator=source), torch.arange(8) % 5) for _ in range(steps)]
     chance = random.Random(seed)
-    moments = [start + chance.uniform(0, EVERY) for start in range(0, steps, EVERY)] if seed else []
+    # Not in the first steps, in which State learns which values the program makes different.
+    moments = [max(start, LEARNING) + chance.uniform(0, EVERY - LEARNING) for start in range(0, steps, EVERY) if seed]
     made: list[tuple[int, str, str]] = []
     reports: list[str] = []
     warnings.showwarning = lambda message, *_, **__: reports.append(str(message))
