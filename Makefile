@@ -97,6 +97,7 @@ bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed
 	$(RECORD_MPI) benchmarks/hosts_2.json $(NAMESPACES) -- benchmarks/hosts.py --per-host 2 $(BENCH_FLAGS)
 	$(RECORD_MPI) benchmarks/many_hosts.json $(NAMESPACES) -- benchmarks/many_hosts.py --plot benchmarks/many_hosts.png
 	$(RECORD) benchmarks/drift.json -- benchmarks/drift.py
+	$(RECORD) benchmarks/drift_cost.json -- benchmarks/drift.py --cost
 	$(RECORD) benchmarks/launch.json -- benchmarks/launch.py
 	$(RECORD) benchmarks/groups.json -- benchmarks/groups.py
 	$(RECORD) benchmarks/worlds.json -- benchmarks/worlds.py

@@ -444,18 +444,19 @@ def watch_lines():
 def drift_lines():
     """How many flipped bits are located and healed, and what comparisons cost."""
     found = load("drift")
-    checked, state, cost = found["check_replicas"], found["State"], found["cost"]
+    checked, state, cost = found["check_replicas"], found["State"], load("drift_cost")
     yield (
         f"Bits flipped on one of 3 ranks in parameters, buffers and optimizer state: `check_replicas` names the right"
         f" element, rank and bit in {checked['located']:,} of {checked['flips']:,} cases. In trainings with"
         f" `State(check_every=10)` and {state['flips']:,} flips at random moments, {state['undisturbed']} of"
         f" {state['runs']} end with the bits of an undisturbed one. {state['reported']:,} flips are reported,"
-        f" {state['located']:,} of them with the right element and rank; the others were overwritten before the next"
-        f" comparison. In a step of {cost['step_ms']:.1f} ms, the comparisons of `DistributedDataParallel` every 100"
-        f" steps take {cost['share'] * 100:.1f} % (2 ranks)."
+        f" {state['located']:,} of them with the right element and rank (most others made all parameters NaN). The rest"
+        " had vanished before the next comparison."
+        f" A comparison of `DistributedDataParallel` takes {cost['share']:.0%} of a step of {cost['step_ms']:.0f} ms"
+        f" (2 ranks), so the default interval of 100 steps costs {cost['share']:.2f} % of the time."
     )
     yield ""
-    yield measured("drift")
+    yield measured("drift", "drift_cost")
 
 
 def hang_lines():
