@@ -22,9 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -157,12 +157,26 @@ def _read(out: object, job: subprocess.Popen[bytes]) -> tuple[str, float | None]
 def _end(job: subprocess.Popen[bytes], kind: str, port: int) -> None:
     """End the job and all of its ranks, also those in other sessions."""
     mine = [pid for pid in _with_environment(f"MASTER_PORT={port}") if pid != os.getpid()]
-    for pid in {job.pid, *mine}:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    ranks = [pid for pid in mine if _name(pid).startswith("python")]
+    _kill(ranks)
+    # SLURM frees the nodes when srun sees the ranks end. The ranks of a killed srun keep them for a minute.
+    with suppress(subprocess.TimeoutExpired):
+        job.wait(5 if "srun" in job.args else 0)
+    _kill([job.pid, *mine])
     job.wait()
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:
+        return ""
 
 
 def _with_environment(setting: str) -> Iterator[int]:
