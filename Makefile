@@ -120,6 +120,7 @@ bench-mpi: $(BENCH)/installed
 # Plants hangs, and checks the reports: a quarter of an hour.
 bench-hangs: $(VENV)/installed
 	$(RECORD) benchmarks/hangs.json -- benchmarks/hangs/run.py --launchers torchrun,allranks --backends gloo,allranks
+	$(RECORD) benchmarks/hangs_srun.json $(NAMESPACES) -- benchmarks/hangs/run.py --launchers srun --backends gloo,allranks --parallel 2
 	$(RECORD) benchmarks/healthy.json -- benchmarks/hangs/healthy.py
 
 # Runs programs of other packages on gloo, and on allranks in its place, and compares results and times: half an hour.

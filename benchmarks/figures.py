@@ -461,7 +461,7 @@ def drift_lines():
 
 def hang_lines():
     """How long after the beginning of each kind of hang the report comes."""
-    results = load("hangs")["results"]
+    results = load("hangs")["results"] + load("hangs_srun")["results"]
     columns = sorted({(row["backend"], row["launcher"]) for row in results}, key=lambda each: (each[0] != "gloo", each))
     found = {(row["kind"], row["backend"], row["launcher"]): row for row in results}
     yield "| kind | " + " | ".join(f"{backend}, {LAUNCHERS[launcher]}" for backend, launcher in columns) + " |"
@@ -483,10 +483,10 @@ def hang_lines():
         " with the right rank."
     )
     yield ""
-    yield measured("hangs", "healthy")
+    yield measured("hangs", "hangs_srun", "healthy")
 
 
-LAUNCHERS = {"allranks": "allranks run", "torchrun": "torchrun", "srun": "srun"}
+LAUNCHERS = {"allranks": "allranks run", "torchrun": "torchrun", "srun": "srun on two hosts"}
 
 
 def overlap_lines(overlaps):

@@ -157,7 +157,7 @@ def _read(out: object, job: subprocess.Popen[bytes]) -> tuple[str, float | None]
 def _end(job: subprocess.Popen[bytes], kind: str, port: int) -> None:
     """End the job and all of its ranks, also those in other sessions."""
     mine = [pid for pid in _with_environment(f"MASTER_PORT={port}") if pid != os.getpid()]
-    ranks = [pid for pid in mine if _name(pid).startswith("python")]
+    ranks = [pid for pid in mine if not _name(pid).startswith("srun")]
     _kill(ranks)
     # SLURM frees the nodes when srun sees the ranks end. The ranks of a killed srun keep them for a minute.
     with suppress(subprocess.TimeoutExpired):
