@@ -57,11 +57,11 @@ def _broadcast_bytes(tensor: Tensor, group: ProcessGroup, source: int) -> None:
 
 
 _REMEDY = (
-    "An optimizer has used gradients that were not averaged over the ranks (from a backward in no_sync(), from a"
+    "An optimizer has used gradients that were not averaged over the ranks: from a backward in no_sync(), from a"
     " forward that called the wrapped module itself, or from a second backward after the one that the forward"
-    " synchronized), or the program changes parameters differently on the ranks. Make the last backward before each"
-    " optimizer step follow a forward of the wrapper. Do not replace parameters after wrapping. Look for settings and"
-    " hooks that depend on the rank."
+    " synchronized. Make the last backward before each optimizer step follow a forward of the wrapper. Otherwise the"
+    " program changes parameters differently on the ranks: look for settings and hooks that depend on the rank, and"
+    " for parameters that were replaced after wrapping."
 )
 
 
