@@ -229,6 +229,7 @@ def main() -> int:
     print(f"{correct} of {len(results)} correct, {len(results) - len(late)} within {LIMIT_S + 1:g} s")
     if args.json:
         Path(args.json).write_text(json.dumps({"results": [asdict(result) for result in results]}, indent=1) + "\n")
+        return 0  # the results contain the missed cases
     return 0 if correct == len(results) else 1
 
 
