@@ -258,7 +258,7 @@ def check_replicas(
         MismatchError: They differ. The error names the first tensor that differs, the first and the last element that
             differ in it, with values and ranks. Raised on every rank.
         NotInitializedError: No process group is initialized.
-        UsageError: This rank is not in the group.
+        UsageError: This rank is not in the group, or an argument is not a model, an optimizer or the name of a buffer.
 
     Cost:
         a hash of all values (10 GB/s on the CPU; on a GPU it is calculated there), and an all_gather_object of 8 bytes.
@@ -272,7 +272,17 @@ def check_replicas(
     """
     ranks, gather = _exchange_of(_world() if group is None else group)
     plain = model.module if isinstance(model, WRAPPERS) else model
-    difference = drift.find(drift.replicated_values(plain, optimizer, buffers), ranks, gather)
+    if not isinstance(plain, nn.Module) or not isinstance(optimizer, (torch.optim.Optimizer, type(None))):
+        raise UsageError(
+            f"check_replicas: got {type(model).__name__} and {type(optimizer).__name__}.\n"
+            "  Pass a module and its optimizer."
+        )
+    if unknown := sorted(set(buffers or ()) - {name for name, _ in plain.named_buffers()}):
+        raise UsageError(f"check_replicas: the model has no buffer {unknown[0]}.\n  Pass names of named_buffers().")
+    values = drift.replicated_values(plain, optimizer, buffers)
+    # Each rank has other shards, and an optimizer's state can be distributed over the ranks.
+    required = {name for name, _ in plain.named_parameters()} & values.keys()
+    difference = drift.find(values, ranks, gather, required)
     if difference is not None:
         raise MismatchError(
             f"check_replicas: the replicas differ: {difference}.\n  "

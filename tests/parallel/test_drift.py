@@ -149,6 +149,23 @@ def test_optimizer_state_and_settings_are_compared() -> None:
         assert "optimizer.exp_avg(0.bias)[7] is" in texts[1]
 
 
+def test_a_parameter_that_some_ranks_lack_and_wrong_arguments_are_reported() -> None:
+    def body() -> str:
+        model: Any = _net()
+        for wrong in ({"optimizer": "adam"}, {"buffers": ["1.runing_mean"]}):
+            with pytest.raises(dist.UsageError, match=r"check_replicas: "):
+                dist.trace.check_replicas(model, **wrong)
+        with pytest.raises(dist.UsageError, match="Pass a module"):
+            dist.trace.check_replicas(model.state_dict())
+        if dist.get_rank() == 2:
+            model.add_module("extra", nn.Linear(2, 2))
+        return _error(model)
+
+    for text in run_ranks(RANKS, body):
+        assert text is not None
+        assert "extra.weight is missing on ranks 0-1, but a torch.float32 of shape (2, 2) on rank 2; extra.bias" in text
+
+
 def test_ignored_parameters_and_equal_shards_are_compared_correctly() -> None:
     def body() -> None:
         model = _net()

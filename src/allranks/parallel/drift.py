@@ -136,22 +136,27 @@ def combined(digests: Mapping[str, int]) -> int:
     return digest(sorted(digests.items())) >> 1
 
 
-def differing(everyones: Sequence[Mapping[str, int]]) -> list[str]:
+def differing(everyones: Sequence[Mapping[str, int]], required: Collection[str] = ()) -> list[str]:
     """Return the names whose hashes differ among the ranks that have them, in the order of the values.
 
-    Some ranks may lack a name: the state of an optimizer can be distributed, and each rank has other shards.
+    Ranks may lack a name: the state of an optimizer can be distributed, and each rank has other shards. Names in
+    ``required`` also differ if a rank lacks them.
     """
     names = dict.fromkeys(name for each in everyones for name in each)
-    return [name for name in names if len({each[name] for each in everyones if name in each}) > 1]
+    found = {name: {each.get(name) for each in everyones} - (set() if name in required else {None}) for name in names}
+    return [name for name in names if len(found[name]) > 1]
 
 
-def find(values: Mapping[str, Any], ranks: Sequence[int], gather: Gather) -> Difference | None:
+def find(
+    values: Mapping[str, Any], ranks: Sequence[int], gather: Gather, required: Collection[str] = ()
+) -> Difference | None:
     """Return the first value that differs between ranks, or None. Each rank calls this.
 
     Args:
         values: The values of this rank by name: tensors and plain values.
         ranks: The numbers of all ranks, in the order of ``gather``.
         gather: Exchanges objects with all ranks.
+        required: Names that no rank may lack.
 
     Cost: hashes of the values, and an exchange of 8 bytes. If values differ: see ``locate``.
     """
@@ -159,7 +164,7 @@ def find(values: Mapping[str, Any], ranks: Sequence[int], gather: Gather) -> Dif
     # The usual case ends here.
     if len(set(gather(combined(digests)))) == 1:
         return None
-    return locate(values, digests, ranks, gather)
+    return locate(values, digests, ranks, gather, required)
 
 
 def gather_in(group: ProcessGroup) -> Gather:
@@ -178,7 +183,7 @@ class _Shown(NamedTuple):
 
     Attributes:
         host: The host of the rank.
-        text: Description of the value. "" if the rank does not have it.
+        text: Description of the value.
         shape: Shape of a dense tensor, the shard of a DTensor. None for other values.
     """
 
@@ -190,7 +195,7 @@ class _Shown(NamedTuple):
     def of(cls, name: str, values: Mapping[str, Any], digests: Mapping[str, int]) -> _Shown:
         host = socket.gethostname()
         if name not in digests:
-            return cls(host, "", None)
+            return cls(host, "missing", None)
         if name not in values:
             return cls(host, f"a value with hash {digests[name]:x}", None)
         value = values[name]
@@ -202,7 +207,11 @@ class _Shown(NamedTuple):
 
 
 def locate(
-    values: Mapping[str, Any], digests: Mapping[str, int], ranks: Sequence[int], gather: Gather
+    values: Mapping[str, Any],
+    digests: Mapping[str, int],
+    ranks: Sequence[int],
+    gather: Gather,
+    required: Collection[str] = (),
 ) -> Difference | None:
     """Return the first value that differs between ranks, or None. Each rank calls this.
 
@@ -211,18 +220,21 @@ def locate(
         digests: Their hashes.
         ranks: The numbers of all ranks, in the order of ``gather``.
         gather: Exchanges objects with all ranks.
+        required: Names of this rank that no rank may lack.
 
     Cost: at most 11 exchanges, and some hashes of the differing tensor.
     """
-    everyones = gather(dict(digests))
-    names = differing(everyones)
+    reports = gather((dict(digests), set(required)))
+    everyones = [each for each, _ in reports]
+    needed = set().union(*(names for _, names in reports))
+    names = differing(everyones, needed)
     if not names:
         return None
     name = names[0]
-    groups: dict[int, list[int]] = {}
+    groups: dict[int | None, list[int]] = {}
     for at, each in enumerate(everyones):
-        if name in each:
-            groups.setdefault(each[name], []).append(at)
+        if name in each or name in needed:
+            groups.setdefault(each.get(name), []).append(at)
     ordered = sorted(groups.values(), key=lambda group: (-len(group), group))
     shown = gather(_Shown.of(name, values, digests))
     texts = [each.text for each in shown]

@@ -73,7 +73,8 @@ def require_same_values(named: Iterable[tuple[str, Tensor]], group: ProcessGroup
 
     Cost: a hash of all parameters, and an all_gather_object of 8 bytes.
     """
-    difference = find(dict(named), group.ranks, gather_in(group))
+    values = dict(named)
+    difference = find(values, group.ranks, gather_in(group), values)
     if difference is not None:
         raise MismatchError(
             f"DistributedDataParallel: the ranks train different models: {difference}.\n  "

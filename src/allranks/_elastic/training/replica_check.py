@@ -10,14 +10,14 @@ what an undisturbed run computes, although a damaged value may have reached the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from allranks._api import objects
-from allranks._base.errors import StateLostError, UsageError
+from allranks._base.errors import StateLostError
 from allranks._call import callsite
 from allranks._call.digests import digest, local_of, shard_of
 from allranks._elastic.training import variables
@@ -25,7 +25,6 @@ from allranks._elastic.training.audit import loop_frame, program_frames
 from allranks._elastic.training.coverage import Undo
 from allranks._elastic.training.handover import assign
 from allranks._elastic.training.position import Position
-from allranks._elastic.training.seeds import Seeds
 from allranks._elastic.training.state_recovery import StateRecovery
 from allranks._elastic.training.step import ALL, Step
 from allranks._elastic.training.step_values import VARIABLE, copied
@@ -61,26 +60,13 @@ class _Checked(NamedTuple):
 class ReplicaCheck(StateRecovery):
     """The part of a State that compares the ranks."""
 
-    def __init__(
-        self,
-        parts: Mapping[str, Any],
-        own: Sequence[Tensor],
-        local: Sequence[Any],
-        wrappers: Sequence[Any],
-        seeds: Seeds,
-        inherit: Callable[[list[Tensor]], None] | None,
-        check_every: int | None,
-    ) -> None:
-        super().__init__(parts, own, local, wrappers, seeds, inherit)
-        if check_every is not None and check_every < 1:
-            raise UsageError(f"State: check_every={check_every} is out of range. Expected 1 or more, or None.")
-        self._check_every = check_every
-        self._verified_at = 0
-        self._checked: _Checked | None = None
-        self._copies_next = False  # the ranks are equal, and the next step copies their values
-        self._equal_at = -1  # number of completed steps at the last comparison
-        self._returns = 0  # to the current copies
-        self._is_finite = True
+    _check_every: int | None = None
+    _verified_at = 0
+    _checked: _Checked | None = None
+    _copies_next = False  # the ranks are equal, and the next step copies their values
+    _equal_at = -1  # number of completed steps at the last comparison
+    _returns = 0  # to the current copies
+    _is_finite = True
 
     def _verify(self, step: Step) -> None:
         """Compare the values that must be equal on all ranks: after a recovery, and periodically.
@@ -177,6 +163,8 @@ class ReplicaCheck(StateRecovery):
         if equal and not (became_infinite and self._returns == 0):
             return True
         difference = None if equal else self._difference(digests)
+        if difference is None and not became_infinite:
+            return True  # some ranks lack a value, such as the state of a parameter that only others have used
         if difference is not None and self._returns and self._are_buffers((difference.name, *difference.others)):
             # The program computes other buffers on each rank. Backup ranks store them from now on.
             self._differing |= {difference.name, *difference.others}

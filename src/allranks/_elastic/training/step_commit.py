@@ -87,7 +87,10 @@ class StepCommit(ReplicaCheck):
         leave_on: Sequence[int],
         check_every: int | None,
     ) -> None:
-        super().__init__(parts, own, local, wrappers, seeds, inherit, check_every)
+        super().__init__(parts, own, local, wrappers, seeds, inherit)
+        if check_every is not None and check_every < 1:
+            raise UsageError(f"State: check_every={check_every} is out of range. Expected 1 or more, or None.")
+        self._check_every = check_every
         self._rehearsal = rehearsal_of(self)
         if self._rehearsal is not None:
             checkpoints = self._rehearsal.checkpoints(checkpoints)
