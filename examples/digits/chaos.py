@@ -124,6 +124,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--every", type=float, default=1.0, help="seconds until the next kill, on average; 0: none")
+    parser.add_argument("--kills", type=int, default=-1, help="most kills; -1: no limit")
     parser.add_argument("--seed", type=int, default=0, help="seed of the kills")
     parser.add_argument("--plot", type=Path, default=Path("out/digits/chaos.png"))
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
@@ -139,7 +140,7 @@ def main():
         job = subprocess.Popen([sys.executable, "-m", "allranks", "run", *words, *options])
         while job.poll() is None and not any(each["what"] == "step" for each in read(folder)):
             time.sleep(0.05)
-        while args.every and job.poll() is None:
+        while args.every and len(kills) != args.kills and job.poll() is None:
             # one kill at a time, because one process with the training state must survive
             if not all_train(folder, dead):
                 time.sleep(0.05)

@@ -75,6 +75,7 @@ def test_stopped_process_does_not_answer() -> None:
             port = int(process.stdout.readline())
             assert ask([peer(0, port)], Collect(0, 1.0), TOKEN, 10.0)[1] == {}
             process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # all threads have stopped
             assert ask([peer(0, port)], Collect(0, 1.0), TOKEN, 0.5)[1] == {0: "does not answer"}
         finally:
             process.kill()

@@ -153,17 +153,19 @@ class Evidence:
         self, found: Sequence[Place], groups: Mapping[str, TorchGroup], now: float, wall_ns: int
     ) -> list[CallState]:
         """Return the messages for which a thread waits."""
-        pending = [message for message in recorded_messages() if _is_pending(message)]
+        pending = []
+        for message in recorded_messages():
+            group = group_of(message.group, groups)
+            # allranks and NCCL record their messages. Polling those here would also complete them in this thread.
+            if group is not None and "gloo" in group.backend and _is_pending(message):
+                pending.append((message, group))
         calls = []
         for place in found:
-            mine = [message for message in pending if message.thread == place.thread]
+            mine = [each for each in pending if each[0].thread == place.thread]
             if not mine or place.elsewhere or (place.api and place.api not in ("send", "recv", "isend", "irecv")):
                 continue
-            exact = [message for message in mine if message.work() is place.waited]
-            message = exact[0] if exact else mine[0] if not place.api else mine[-1]
-            group = group_of(message.group, groups)
-            if group is None or "gloo" not in group.backend:  # allranks and NCCL record their messages
-                continue
+            exact = [each for each in mine if each[0].work() is place.waited]
+            message, group = exact[0] if exact else mine[0] if not place.api else mine[-1]
             peer = -1 if message.peer is None else message.peer
             if message.of_group and peer >= 0:
                 peer = group.ranks[peer]
