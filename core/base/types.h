@@ -64,6 +64,14 @@ enum class Purpose : uint8_t {
   broadcast_object_list,
   scatter_object_list,
   empty_shared,
+  all_gather_v,
+  reduce_scatter_v,
+  gather_v,
+  scatter_v,
+  all_to_all_w,
+  new_window,
+  tensor_register,
+  tensor_deregister,
 };
 
 constexpr size_t size_of(DType dtype) {

@@ -21,4 +21,5 @@ NB_MODULE(_core, m) {
   allranks::bind_calls(m);
   allranks::bind_outbox(m);
   allranks::bind_watch(m);
+  allranks::bind_window(m);
 }

@@ -15,5 +15,6 @@ void bind_calls(nanobind::module_& m);
 void bind_outbox(nanobind::module_& m);
 void bind_trace(nanobind::module_& m);
 void bind_watch(nanobind::module_& m);
+void bind_window(nanobind::module_& m);
 
 }  // namespace allranks

@@ -46,6 +46,14 @@ inline constexpr std::array kPurposes = {"",
                                          "gather_object",
                                          "broadcast_object_list",
                                          "scatter_object_list",
-                                         "empty_shared"};
+                                         "empty_shared",
+                                         "all_gather_v",
+                                         "reduce_scatter_v",
+                                         "gather_v",
+                                         "scatter_v",
+                                         "all_to_all_w",
+                                         "new_window",
+                                         "tensor_register",
+                                         "tensor_deregister"};
 
 }  // namespace allranks

@@ -122,6 +122,14 @@ _HOME = {
         "send_object_list",
     ),
     "_api.shared": ("empty_shared",),
+    "_api.uneven": (
+        "all_gather_v",
+        "all_to_all_w",
+        "gather_v",
+        "reduce_scatter_v",
+        "scatter_v",
+    ),
+    "_api.windows": ("allocate_tensor", "new_window"),
     "_api.world": (
         "GroupMember",
         "destroy_process_group",
@@ -164,6 +172,7 @@ _HOME = {
     "_call.work": ("Work",),
     "_group.plan": ("Plan",),
     "_group.process_group": ("ProcessGroup",),
+    "_group.window": ("Window",),
     "_plugin.torch_group": ("torch_group",),
     "_rendezvous.finders": ("register_rendezvous_handler",),
     "_store": ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),

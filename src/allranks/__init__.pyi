@@ -89,6 +89,13 @@ from allranks._api.objects import recv_object_list as recv_object_list
 from allranks._api.objects import scatter_object_list as scatter_object_list
 from allranks._api.objects import send_object_list as send_object_list
 from allranks._api.shared import empty_shared as empty_shared
+from allranks._api.uneven import all_gather_v as all_gather_v
+from allranks._api.uneven import all_to_all_w as all_to_all_w
+from allranks._api.uneven import gather_v as gather_v
+from allranks._api.uneven import reduce_scatter_v as reduce_scatter_v
+from allranks._api.uneven import scatter_v as scatter_v
+from allranks._api.windows import allocate_tensor as allocate_tensor
+from allranks._api.windows import new_window as new_window
 from allranks._api.world import GroupMember as GroupMember
 from allranks._api.world import destroy_process_group as destroy_process_group
 from allranks._api.world import get_backend as get_backend
@@ -133,6 +140,7 @@ from allranks._call.types import reduce_op as reduce_op
 from allranks._call.work import Work as Work
 from allranks._group.plan import Plan as Plan
 from allranks._group.process_group import ProcessGroup as ProcessGroup
+from allranks._group.window import Window as Window
 from allranks._plugin.torch_group import torch_group as torch_group
 from allranks._rendezvous.finders import register_rendezvous_handler as register_rendezvous_handler
 from allranks._store import FileStore as FileStore

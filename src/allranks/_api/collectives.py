@@ -52,6 +52,7 @@ __all__ = [
     "gather",
     "irecv",
     "isend",
+    "list_of",
     "monitored_barrier",
     "outside",
     "recv",
@@ -306,7 +307,7 @@ def all_gather(
     """
     if group is not None and outside(group, "all_gather"):
         return None
-    return resolve_group(group).all_gather(_list(tensor_list, "tensor_list"), tensor, async_op)
+    return resolve_group(group).all_gather(list_of(tensor_list, "tensor_list"), tensor, async_op)
 
 
 @overload
@@ -460,7 +461,7 @@ def gather(
     if group is not None and outside(group, "gather"):
         return None
     resolved = resolve_group(group)
-    outputs = _list(gather_list, "gather_list") if gather_list else None
+    outputs = list_of(gather_list, "gather_list") if gather_list else None
     return resolved.gather(tensor, outputs, root_of(resolved, dst, group_dst, "dst", default=0), async_op)
 
 
@@ -534,7 +535,7 @@ def scatter(
     if group is not None and outside(group, "scatter"):
         return None
     resolved = resolve_group(group)
-    inputs = _list(scatter_list, "scatter_list") if scatter_list else None
+    inputs = list_of(scatter_list, "scatter_list") if scatter_list else None
     return resolved.scatter(tensor, inputs, root_of(resolved, src, group_src, "src", default=0), async_op)
 
 
@@ -590,7 +591,7 @@ def reduce_scatter(
     """
     if group is not None and outside(group, "reduce_scatter"):
         return None
-    return resolve_group(group).reduce_scatter(output, _list(input_list, "input_list"), op, async_op)
+    return resolve_group(group).reduce_scatter(output, list_of(input_list, "input_list"), op, async_op)
 
 
 @overload
@@ -742,7 +743,7 @@ def all_to_all(
     """
     if group is not None and outside(group, "all_to_all"):
         return None
-    outputs, inputs = _list(output_tensor_list, "output_tensor_list"), _list(input_tensor_list, "input_tensor_list")
+    outputs, inputs = list_of(output_tensor_list, "output_tensor_list"), list_of(input_tensor_list, "input_tensor_list")
     return resolve_group(group).all_to_all(outputs, inputs, async_op)
 
 
@@ -1184,7 +1185,7 @@ def all_reduce_coalesced(
     if group is not None and outside(group, "all_reduce_coalesced"):
         return None
     resolved = resolve_group(group)
-    check_apart("all_reduce_coalesced", _list(tensors, "tensors"))
+    check_apart("all_reduce_coalesced", list_of(tensors, "tensors"))
     return _together([resolved.all_reduce(t, op, True) for t in tensors], async_op)
 
 
@@ -1238,7 +1239,7 @@ def all_gather_coalesced(
     if group is not None and outside(group, "all_gather_coalesced"):
         return None
     resolved = resolve_group(group)
-    inputs = _list(input_tensor_list, "input_tensor_list")
+    inputs = list_of(input_tensor_list, "input_tensor_list")
     for rank, outputs in enumerate(output_tensor_lists):
         if len(outputs) != len(inputs):
             raise UsageError(
@@ -1306,7 +1307,12 @@ def source_of(group: ProcessGroup, src: int | None, group_src: int | None) -> in
     return None if src is None and group_src is None else root_of(group, src, group_src, "src")
 
 
-def _list(tensors: Sequence[Tensor], what: str) -> Sequence[Tensor]:
+def list_of(tensors: Sequence[Tensor], what: str) -> Sequence[Tensor]:
+    """Return the argument if it is a list.
+
+    Raises:
+        TypeError: It is not a list.
+    """
     if not isinstance(tensors, (list, tuple)):
         raise TypeError(f"{what}: expected a list of tensors, not {type(tensors).__name__}")
     return tensors

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from allranks._call.types import PremulSum, ReduceOp, Stats
     from allranks._call.work import Work
 
-__all__ = ["Begin", "Engine", "Now", "Parent", "never", "not_begun"]
+__all__ = ["Begin", "Engine", "EngineWindow", "Now", "Parent", "never", "not_begun"]
 
 
 class Now(Protocol):
@@ -70,6 +70,55 @@ def never(verb: str, tensor: object, pieces: object = None, op: object = None, r
 def not_begun(verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1, /) -> Work | None:
     """The Begin of an engine without a fast path."""
     return None
+
+
+class EngineWindow(Protocol):
+    """The transfers of one window. Arguments are checked, tensors are contiguous bytes, and offsets are in bytes."""
+
+    def register(self, tensor: Tensor | None, about: bytes, refused: str) -> list[bytes]:
+        """Make the memory of a tensor accessible to all ranks. Collective.
+
+        Args:
+            tensor: The tensor. None if this rank takes part only to report why it has none.
+            about: A description of the tensor, the same number of bytes on all ranks.
+            refused: Why this rank has no tensor. The call then fails on all ranks.
+
+        Returns:
+            The descriptions of all ranks.
+        """
+        ...
+
+    def deregister(self) -> None:
+        """Withdraw the memory. Collective. Afterwards no rank accesses it."""
+        ...
+
+    def view(self, rank: int) -> Tensor | None:
+        """Return the registered bytes of a rank, or None if this process cannot map them."""
+        ...
+
+    def shares_memory(self, rank: int) -> bool:
+        """Return whether the rank is on the same host."""
+        ...
+
+    def put(self, given: Tensor, rank: int, offset: int) -> None:
+        """Write bytes, then send a signal."""
+        ...
+
+    def get(self, into: Tensor, rank: int, offset: int) -> None:
+        """Read bytes."""
+        ...
+
+    def signal(self, rank: int) -> None:
+        """Send a signal."""
+        ...
+
+    def has_signal(self, rank: int) -> bool:
+        """Return whether a signal of a rank has arrived for which no call has waited."""
+        ...
+
+    def wait_signal(self, rank: int, timeout_s: float) -> None:
+        """Wait for one signal of a rank, and consume it."""
+        ...
 
 
 class Engine(abc.ABC):
@@ -144,6 +193,12 @@ class Engine(abc.ABC):
         import torch
 
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def open_window(self) -> EngineWindow:
+        """Return a new window without memory. All ranks call it, in one order."""
+        raise UsageError(
+            f"new_window: the {self.name} engine has no windows.\n  Create the group with backend='native'."
+        )
 
     def record_in(self, recorder: _core.Recorder, group: int) -> bool:
         """Record calls in this recorder, as calls of this group. Called before the first call. False: not supported."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from allranks._base.errors import UsageError
 from allranks._call.types import Stats
-from allranks._engines.base import Engine, never, not_begun
+from allranks._engines.base import Engine, EngineWindow, never, not_begun
 from allranks._engines.checks import check_tensor
 
 if TYPE_CHECKING:
@@ -78,6 +78,9 @@ class ByDevice(Engine):
 
     def empty_shared(self, nbytes: int) -> Tensor:
         return self._cpu.empty_shared(nbytes)
+
+    def open_window(self) -> EngineWindow:
+        return self._cpu.open_window()
 
     def parts(self) -> Mapping[str, Engine]:
         # Each engine once, under its first device: it counts its calls itself, whatever the device.

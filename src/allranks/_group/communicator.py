@@ -15,7 +15,7 @@ from allranks._base.errors import TimeoutError, UsageError
 from allranks._base.integers import integer_of
 from allranks._base.timeouts import seconds_of
 from allranks._call.types import PremulSum, ReduceOp, as_reduce_op
-from allranks._group.base import BaseGroup
+from allranks._group.uneven import UnevenCollectives
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -32,7 +32,7 @@ __all__ = ["Communicator"]
 _SHORTEST_S = 1e-6  # seconds; a wait of zero would mean the timeout of the group
 
 
-class Communicator(BaseGroup):
+class Communicator(UnevenCollectives):
     """A group whose ranks call collectives and exchange messages."""
 
     @overload

@@ -153,19 +153,17 @@ class Evidence:
         self, found: Sequence[Place], groups: Mapping[str, TorchGroup], now: float, wall_ns: int
     ) -> list[CallState]:
         """Return the messages for which a thread waits."""
-        pending = []
-        for message in recorded_messages():
-            group = group_of(message.group, groups)
-            # allranks and NCCL record their messages. Polling those here would also complete them in this thread.
-            if group is not None and "gloo" in group.backend and _is_pending(message):
-                pending.append((message, group))
+        pending = [message for message in recorded_messages() if _is_pending(message)]
         calls = []
         for place in found:
-            mine = [each for each in pending if each[0].thread == place.thread]
+            mine = [message for message in pending if message.thread == place.thread]
             if not mine or place.elsewhere or (place.api and place.api not in ("send", "recv", "isend", "irecv")):
                 continue
-            exact = [each for each in mine if each[0].work() is place.waited]
-            message, group = exact[0] if exact else mine[0] if not place.api else mine[-1]
+            exact = [message for message in mine if message.work() is place.waited]
+            message = exact[0] if exact else mine[0] if not place.api else mine[-1]
+            group = group_of(message.group, groups)
+            if group is None or "gloo" not in group.backend:  # NCCL records its messages
+                continue
             peer = -1 if message.peer is None else message.peer
             if message.of_group and peer >= 0:
                 peer = group.ranks[peer]
@@ -186,8 +184,11 @@ class Evidence:
 
 def _is_pending(message: Message) -> bool:
     work = message.work()
+    # Works of Python classes, such as those of allranks, complete the message in the thread that polls them.
+    if type(work) is not sys.modules["torch._C._distributed_c10d"].Work:
+        return False
     # gloo reports a message as completed only after the program has waited for it.
-    return work is not None and not work.is_completed()
+    return not work.is_completed()
 
 
 def _with_wait(call: TorchCall, found: Sequence[Place]) -> CallState:

@@ -100,6 +100,7 @@ def connect(
     exchange: Exchange,
     create: GroupMemory,
     timeout_s: float,
+    group_name: str,
     has_liveness: bool = False,
 ) -> HostConnections:
     """Connect a rank with all other ranks.
@@ -111,6 +112,7 @@ def connect(
         exchange: Gives every rank the records of all ranks.
         create: Creates memory.
         timeout_s: The timeout of the whole call, in seconds.
+        group_name: The name of the group.
         has_liveness: Liveness sockets already exist. The same on all ranks.
 
     Raises:
@@ -146,7 +148,9 @@ def connect(
                 else ((_LOOPBACK,) if local else members[r].addresses, _PORT.unpack(record[OFFER_BYTES:])[0])
                 for r, record in enumerate(records)
             ]
-            peers = PeerConnections(server, rank, members, targets, secret, records[0][_NAME_BYTES:OFFER_BYTES])
+            peers = PeerConnections(
+                server, group_name, rank, members, targets, secret, records[0][_NAME_BYTES:OFFER_BYTES]
+            )
             # Heartbeats connect first. If a leader does not reach the other hosts, the ranks of its host miss it and
             # fail, too.
             heartbeats = peers.connect_heartbeats(

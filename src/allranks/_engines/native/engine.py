@@ -19,8 +19,15 @@ import torch
 from torch import Tensor
 
 from allranks import _core
-from allranks._base.errors import AllranksError, JoinError, MismatchError, UsageError, rank_list
-from allranks._base.forks import Descriptor, Socket, forks, guard
+from allranks._base.errors import (
+    AllranksError,
+    JoinError,
+    MismatchError,
+    NotInitializedError,
+    UsageError,
+    rank_list,
+)
+from allranks._base.forks import Descriptor, Socket, forks, guard, refusal
 from allranks._base.timeouts import seconds_of
 from allranks._call.bytes import bytes_of
 from allranks._call.callsite import NOWHERE, line_of, site, stack_hash, where
@@ -54,6 +61,7 @@ from allranks._engines.native.connect import (
 )
 from allranks._engines.native.errors import explain
 from allranks._engines.native.tuning import read_topology, read_tuning
+from allranks._engines.native.window import Allocation, NativeWindow, map_memory
 from allranks._engines.operands import Operands, OperandsWork
 from allranks._engines.spec import Exchange
 
@@ -85,7 +93,7 @@ _MANY_PENDING = 64
 _SITES = _core.Sites(line_of, NOWHERE, [])
 _GROUPS = 2  # stack frames above NativeEngine._begin: the group's method is the first one, and its caller is next
 
-_VOTE = struct.Struct("!?Q")  # in empty_shared: whether this rank has the resources, and the number of bytes
+_SIZE = struct.Struct("!Q")
 # Seconds, for ranks that are all present; ranks that give up earlier wait for the others in the next vote.
 _MEETING_S = 20.0
 
@@ -128,14 +136,14 @@ class NativeEngine(Engine):
         parent: Parent | None = None,
     ) -> None:
         connect_s: float = getattr(exchange, "connect_s", timeout_s)
-        self._rank = rank
-        self._members = members
-        self._group_name = group_name
+        self.rank = rank
+        self.members = members
+        self.group_name = group_name
         # Works whose tensors the core may still use, although the caller may have dropped all of them. A work is added
         # before the core receives its tensors, so that an exception in between cannot release a tensor.
         self._pending: set[NativeWork | _core.Started] = set()
         self._many = _MANY_PENDING
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self.forks = forks()
         # In debug mode, the ranks compare call sites. The fast path is then not installed, because it does not hash the
         # call stack.
@@ -144,6 +152,9 @@ class NativeEngine(Engine):
         hosts = [member.machine if self.shares_memory else str(r) for r, member in enumerate(members)]
         host_of = [hosts.index(host) for host in hosts]
         self._spans_hosts = len(set(host_of)) > 1
+        self._host_of = host_of
+        self._windows = 0  # windows that were created
+        self._closed = False
         size = host_of.count(host_of[rank])
         sizes = _sizes(size, len(members), self._spans_hosts)
         local_rank = host_of[:rank].count(host_of[rank])
@@ -155,7 +166,7 @@ class NativeEngine(Engine):
         memory = GroupMemory(
             lambda: _core.create_segment(local_rank, size, sizes), lambda: _core.create_segments(size, sizes)
         )
-        made = connect(rank, members, host_of, exchange, memory, connect_s, has_liveness=shared is not None)
+        made = connect(rank, members, host_of, exchange, memory, connect_s, group_name, has_liveness=shared is not None)
         self._peers = made.peers
         self._troubles = made.peers.troubles if made.peers is not None else {}
         try:
@@ -185,7 +196,7 @@ class NativeEngine(Engine):
 
     def _make_now(self) -> _core.Now:
         comm = self.comm  # not self: a call outlives the engine if the group is destroyed during the call
-        troubles, rank, members, group_name = self._troubles, self._rank, self._members, self._group_name
+        troubles, rank, members, group_name = self._troubles, self.rank, self.members, self.group_name
 
         def explain_now(failure: _core.Failure, verb: str) -> AllranksError:
             calls = comm.last_calls()
@@ -206,25 +217,25 @@ class NativeEngine(Engine):
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
         _, op, factor = self._check_reduced(tensor, op, "reduce")
         operands = _on_host("reduce", factor)
-        work = operands.update(tensor) if root == self._rank else operands.read(tensor)
+        work = operands.update(tensor) if root == self.rank else operands.read(tensor)
         return self._call(operands, async_op, self.comm.reduce, *self._about(work), op, root)
 
     def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Work | None:
         self._check(tensor, "broadcast")
         operands = _on_host("broadcast")
-        work = operands.read(tensor) if root == self._rank else operands.write(tensor)
+        work = operands.read(tensor) if root == self.rank else operands.write(tensor)
         return self._call(operands, async_op, self.comm.broadcast, *self._about(work), root)
 
     def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool) -> Work | None:
         if (
             isinstance(outputs, (list, tuple))
-            and len(outputs) == len(self._members)
+            and len(outputs) == len(self.members)
             and all(isinstance(output, Tensor) for output in outputs)
             and len({output.numel() for output in outputs}) > 1
         ):
-            check_own_piece("all_gather", outputs[self._rank], tensor, self._rank)
+            check_own_piece("all_gather", outputs[self.rank], tensor, self.rank)
             # Tensors of different sizes are exchanged as in an all_to_all.
-            return self._exchange("all_gather", outputs, [tensor] * len(self._members), async_op)
+            return self._exchange("all_gather", outputs, [tensor] * len(self.members), async_op)
         self._check(tensor, "all_gather")
         operands = _on_host("all_gather")
         results = self._pieces(outputs, tensor, operands.write_each, "all_gather")
@@ -266,7 +277,7 @@ class NativeEngine(Engine):
             self._check(tensor, verb)
             check_same_dtype(verb, inputs[0], tensor)
         operands = _on_host(verb)
-        ins, outs = operands.exchange(inputs, outputs, self._rank)
+        ins, outs = operands.exchange(inputs, outputs, self.rank)
         return self._call(
             operands,
             async_op,
@@ -327,10 +338,10 @@ class NativeEngine(Engine):
     # --- other methods of an engine ---
 
     def empty_shared(self, nbytes: int) -> Tensor:
-        if len(self._members) == 1:
+        if len(self.members) == 1:
             return super().empty_shared(nbytes)
         if self._spans_hosts:
-            self._vote(nbytes, b"", "")
+            self._compare_sizes(self._vote("empty_shared", _SIZE.pack(nbytes), ""))
             return super().empty_shared(nbytes)
         # If one rank fails, all ranks still take part in both votes, so that all of them get the failure.
         offer, refused = None, ""
@@ -339,15 +350,18 @@ class NativeEngine(Engine):
             offer = SegmentExchange(Descriptor.of(lambda: _core.create_memory(nbytes))) if nbytes else None
         except (OSError, _core.Failure) as error:
             refused = self._in_words(error)
-        records = self._vote(nbytes, offer.record if offer else bytes(OFFER_BYTES), refused)
+        record = offer.record if offer else bytes(OFFER_BYTES)
+        rows = self._vote("empty_shared", _SIZE.pack(nbytes) + record, refused)
+        self._compare_sizes(rows)
         # Block 0 denotes private memory (docs/decisions/014), so the number must not be 0.
         if offer is None:
             # No fork while the descriptors have no owner: the child would inherit them.
             return super().empty_shared(0)
+        records = [row[_SIZE.size :] for row in rows]
         block = None
         try:
             with offer:
-                parts, sockets = offer.meet(self._rank, records, min(self._timeout_s / 2, _MEETING_S))
+                parts, sockets = offer.meet(self.rank, records, min(self.timeout_s / 2, _MEETING_S))
             for socket in sockets:
                 if socket is not None:
                     socket.close()
@@ -358,32 +372,100 @@ class NativeEngine(Engine):
         # This all_gather compares the calls of all ranks, so a rank that makes another call gets a mismatch error.
         except (OSError, AllranksError, _core.Failure) as error:
             refused = self._in_words(error)
-        self._vote(nbytes, b"", refused)
+        self._vote("empty_shared", b"", refused)
         assert block is not None
         memory = (ctypes.c_ubyte * nbytes).from_address(block.address)
         memory.block = block  # type: ignore[attr-defined]  # the block lives as long as a tensor on it does
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def _vote(self, nbytes: int, record: bytes, refused: str) -> list[bytes]:
-        """Return the records of all ranks. Raise on every rank if any rank has failed or requests another size."""
-        mine = _VOTE.pack(not refused, nbytes) + record
-        rows = torch.empty(len(self._members), len(mine), dtype=torch.uint8, device="cpu")
-        with part_of("empty_shared"):
+    def exchange_memory(
+        self, call: str, memory: Allocation | None, record: bytes, refused: str
+    ) -> list[tuple[bytes, Tensor | None]]:
+        """Map the memory of every rank of this host. Collective.
+
+        Args:
+            call: The user's call, in errors.
+            memory: The memory of this rank. None: it has none to share.
+            record: Further data for the other ranks, the same number of bytes on all ranks.
+            refused: Why this rank cannot take part. The call then fails on all ranks.
+
+        Returns:
+            By rank: its record and its memory. None: the rank is on another host, or has no memory to share.
+        """
+        # As in empty_shared: if one rank fails, all ranks take part in both votes.
+        offer, failure = None, refused
+        nbytes = memory.nbytes if memory is not None else 0
+        try:
+            # One byte stands for no memory, because the exchange is a collective of all ranks of the host.
+            offer = SegmentExchange(
+                Descriptor.of(lambda: os.dup(memory.memory.fileno()) if memory else _core.create_memory(1))
+            )
+        except (OSError, _core.Failure) as error:
+            failure = failure or self._in_words(error)
+        mine = _SIZE.pack(nbytes) + (offer.record if offer else bytes(OFFER_BYTES)) + record
+        try:
+            rows = self._vote(call, mine, failure)
+        except BaseException:
+            if offer is not None:
+                with offer:  # closes the descriptors
+                    pass
+            raise
+        assert offer is not None
+        made: dict[int, Tensor | None] = {}
+        try:
+            with offer:
+                near = [r for r, host in enumerate(self._host_of) if host == self._host_of[self.rank]]
+                offers = [rows[r][_SIZE.size : _SIZE.size + OFFER_BYTES] for r in near]
+                parts, sockets = offer.meet(near.index(self.rank), offers, min(self.timeout_s / 2, _MEETING_S), near)
+            for socket in sockets:
+                if socket is not None:
+                    socket.close()
+            for r, part in zip(near, parts, strict=True):
+                size = _SIZE.unpack_from(rows[r])[0]
+                made[r] = map_memory(part, size)
+        except (OSError, AllranksError, _core.Failure) as error:
+            failure = self._in_words(error)
+        self._vote(call, b"", failure)
+        return [(row[_SIZE.size + OFFER_BYTES :], made.get(r)) for r, row in enumerate(rows)]
+
+    def open_window(self) -> NativeWindow:
+        self._windows += 1
+        return NativeWindow(
+            self, len(self.members), self._peers.windows if self._peers is not None else None, self._windows
+        )
+
+    def check_open(self) -> None:
+        """Raise if the group is closed, or belongs to the parent process."""
+        if self._closed:
+            raise NotInitializedError(f"window: group '{self.group_name}' was destroyed.")
+        if self.forks != forks():
+            raise refusal(f"window on group '{self.group_name}': the group")
+
+    def _vote(self, call: str, record: bytes, refused: str) -> list[bytes]:
+        """Return the records of all ranks. Raise on every rank if any rank has failed. Ranks compare the call."""
+        mine = bytes([not refused]) + record
+        rows = torch.empty(len(self.members), len(mine), dtype=torch.uint8, device="cpu")
+        with part_of(call):
             self.all_gather(rows, torch.frombuffer(bytearray(mine), dtype=torch.uint8), False)
         votes = [bytes_of(row) for row in rows]
-        well, asked = zip(*(_VOTE.unpack_from(vote) for vote in votes), strict=True)
+        if failed := [r for r, vote in enumerate(votes) if not vote[0]]:
+            reason = refused or f"see the error of {rank_list(failed)}"
+            raise AllranksError(
+                f"{call} on group '{self.group_name}' (rank {self.rank} of {len(self.members)}): {reason}"
+            )
+        return [vote[1:] for vote in votes]
+
+    def _compare_sizes(self, rows: Sequence[bytes]) -> None:
+        asked = [_SIZE.unpack_from(row)[0] for row in rows]
         if len(set(asked)) > 1:
             sizes = ", ".join(f"rank {r}: {n}" for r, n in enumerate(asked))
             raise MismatchError(
-                f"empty_shared on group '{self._group_name}': the ranks requested different sizes (bytes): {sizes}"
+                f"empty_shared on group '{self.group_name}': the ranks requested different sizes (bytes): {sizes}"
             )
-        if not all(well):
-            reason = refused or f"see the error of {rank_list([r for r, v in enumerate(well) if not v])}"
-            raise AllranksError(f"empty_shared: {nbytes} bytes could not be allocated on every rank: {reason}")
-        return [vote[_VOTE.size :] for vote in votes]
 
     def _in_words(self, error: Exception) -> str:
-        return str(self.explain(error, "empty_shared") if isinstance(error, _core.Failure) else error)
+        words = str(self.explain(error, "empty_shared") if isinstance(error, _core.Failure) else error)
+        return f"the memory could not be allocated or mapped: {words}"
 
     def last_numbers(self) -> Sequence[int] | None:
         return [number for number, _ in self.comm.last_calls()]
@@ -408,6 +490,7 @@ class NativeEngine(Engine):
         return Stats(*self.comm.stats())
 
     def close(self) -> None:
+        self._closed = True
         self.comm.close()
         # After the core: until here, its calls may still request connections from the server.
         if self._peers is not None:
@@ -427,9 +510,9 @@ class NativeEngine(Engine):
         return explain(
             failure,
             verb,
-            group=self._group_name,
-            rank=self._rank,
-            members=self._members,
+            group=self.group_name,
+            rank=self.rank,
+            members=self.members,
             last_calls=self.comm.last_calls(),
             troubles=self._troubles,
             goes_on=goes_on,
@@ -440,7 +523,7 @@ class NativeEngine(Engine):
     def _check(self, tensor: Tensor, verb: str) -> int:
         """Return the core's code of the dtype. Raise if the elements of the tensor are not accessible."""
         check_tensor(verb, tensor)
-        check_has_elements(verb, tensor, self._group_name, self._rank)
+        check_has_elements(verb, tensor, self.group_name, self.rank)
         code = CODES.get(tensor.dtype)
         if code is None or tensor.layout is not torch.strided:
             raise not_taken(verb, tensor)
@@ -493,7 +576,7 @@ class NativeEngine(Engine):
         Returns:
             One tensor per rank, or the single tensor.
         """
-        check_pieces(verb, pieces, like, len(self._members), self._check)
+        check_pieces(verb, pieces, like, len(self.members), self._check)
         return use((pieces,) if isinstance(pieces, Tensor) else pieces)
 
     def _places(self, used: Sequence[Tensor], like: Tensor) -> list[int]:
@@ -501,7 +584,7 @@ class NativeEngine(Engine):
         if len(used) != 1:
             return [piece.data_ptr() for piece in used]
         first = used[0].data_ptr()
-        return [first + rank * like.nbytes for rank in range(len(self._members))]
+        return [first + rank * like.nbytes for rank in range(len(self.members))]
 
     # --- calls ---
 

@@ -31,6 +31,7 @@ from allranks._base.forks import Descriptor, Socket, guard
 from allranks._base.system import reason, refusal
 from allranks._base.threads import Daemon
 from allranks._cluster.network import listen, nearest_first
+from allranks._engines.native.window import WindowConnections
 from allranks._net.admission import Admission, UnprovedPeer
 from allranks._net.frames import FrameDecoder, TlsError, WireError, pack_frame
 from allranks._net.handshake import DECLINED, HANDSHAKE_FRAME, PROVED, ClientHandshake, Protocol, ServerHandshake
@@ -44,6 +45,7 @@ __all__ = [
     "COLLECTIVE",
     "HEARTBEAT",
     "MESSAGE",
+    "WINDOW",
     "PeerConnections",
     "ConnectionSubject",
     "ConnectionServer",
@@ -51,8 +53,8 @@ __all__ = [
     "group_id",
 ]
 
-COLLECTIVE, MESSAGE, HEARTBEAT = range(3)
-"""The purpose of a connection (core/channel/net.h)."""
+COLLECTIVE, MESSAGE, HEARTBEAT, WINDOW = range(4)
+"""The purpose of a connection (core/channel/net.h). The core does not know the last one, which ``window`` uses."""
 
 _NAME = 16
 _HELLO = struct.Struct(f"!{_NAME}sIIB")
@@ -85,7 +87,7 @@ class ConnectionSubject(NamedTuple):
         group: Identifier of the group, see ``group_id``.
         from_: The rank that connects.
         to: The rank that it connects to.
-        kind: COLLECTIVE, MESSAGE or HEARTBEAT.
+        kind: COLLECTIVE, MESSAGE, HEARTBEAT or WINDOW.
     """
 
     group: bytes
@@ -122,12 +124,14 @@ class PeerConnections:
     Attributes:
         number: The number of the group in the core.
         comm: The communicator that takes over its connections. None while the group is created.
+        windows: Takes over the connections of windows.
         troubles: Why there is no connection with a rank that was given up.
     """
 
     def __init__(
         self,
         server: ConnectionServer,
+        group_name: str,
         rank: int,
         members: Sequence[Member],
         targets: Sequence[Target | None],
@@ -135,6 +139,7 @@ class PeerConnections:
         token: bytes,
     ) -> None:
         self.comm: _core.Comm | None = None
+        self.windows = WindowConnections(group_name, rank, lambda peer: server.ask(self.number, peer, WINDOW))
         self.troubles: dict[int, str] = {}
         self._server = server
         self.rank = rank
@@ -258,6 +263,9 @@ class PeerConnections:
                 self.heartbeats[peer] = connection
                 self.changed.notify_all()
             return
+        if kind == WINDOW:
+            self.windows.take(peer, connection, greeting)
+            return
         # Read once: `close` may set it to None in another thread.
         comm = self.comm
         if comm is None:  # the group was closed before
@@ -276,6 +284,9 @@ class PeerConnections:
             return
         if error is not None:
             self.troubles[peer] = str(error)
+        if kind == WINDOW:
+            self.windows.give_up(peer, self.troubles.get(peer, "no answer"))
+            return
         if (comm := self.comm) is not None:
             comm.give_up(peer)
 
@@ -284,6 +295,7 @@ class PeerConnections:
         # First, so that the server's thread adopts no further connection for this group.
         self._server.leave(self)
         self.comm = None
+        self.windows.close()
         for connection in self.heartbeats.values():
             connection.close()
         self.heartbeats.clear()

@@ -1,0 +1,558 @@
+"""Memory that other ranks of the native engine read and write without a call of its owner.
+
+Ranks of one host map each other's memory. Between hosts, a window uses a connection of its own for each pair of ranks
+that communicate (``tcp``, WINDOW). A thread of the owner reads it, and writes the received bytes into the memory.
+
+Signals are counters in shared memory, one per sender, in the memory of the rank that waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import errno
+import queue
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from allranks import _core
+from allranks._base.errors import AllranksError, PeerLostError, TimeoutError
+from allranks._base.forks import Descriptor, Socket, guard
+from allranks._base.system import reason
+from allranks._base.threads import Daemon
+from allranks._net.sockets import keep_alive
+
+__all__ = ["Allocation", "NativeWindow", "WindowConnections", "allocate", "allocation_of", "map_memory"]
+
+_SLICE_S = 0.05  # seconds between two checks for lost ranks and signals of the system
+_LOST_AFTER_S = 15  # seconds until a vanished host ends a connection, as for the other connections (``tcp``)
+_HEAD = struct.Struct("!BxxxIQQ")  # kind, number of the window, offset or number of the request, bytes of the payload
+
+
+class _Kind(enum.IntEnum):
+    PUT = 1
+    SIGNAL = 2
+    GET = 3
+    REPLY = 4
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+class Allocation(NamedTuple):
+    """Memory that other processes can map."""
+
+    memory: Descriptor
+    nbytes: int
+
+
+# By address. An entry lives as long as the mapping, and the mapping as long as a tensor on it.
+_allocations: dict[int, Allocation] = {}
+
+
+def allocate(nbytes: int) -> Tensor:
+    """Return bytes in memory that other processes of the host can map. They are zero.
+
+    Raises:
+        AllranksError: There is no memory.
+    """
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    try:
+        memory = Descriptor.of(lambda: _core.create_memory(nbytes))
+        mapping = _core.Mapping(memory.fileno(), nbytes)
+    except (OSError, _core.Failure) as error:
+        raise AllranksError(
+            f"allocate_tensor: {nbytes} bytes of shared memory could not be allocated: {error}"
+        ) from None
+    _allocations[mapping.address] = Allocation(memory, nbytes)
+    weakref.finalize(mapping, _release, mapping.address)
+    return _bytes_at(mapping, nbytes)
+
+
+def map_memory(memory: Descriptor, nbytes: int) -> Tensor | None:
+    """Return the bytes of another rank's memory, and close its descriptor. None if it has none."""
+    try:
+        return _bytes_at(_core.Mapping(memory.fileno(), nbytes), nbytes) if nbytes else None
+    finally:
+        memory.close()
+
+
+def _release(address: int) -> None:
+    _allocations.pop(address).memory.close()
+
+
+def _bytes_at(mapping: _core.Mapping, nbytes: int) -> Tensor:
+    memory = (ctypes.c_ubyte * nbytes).from_address(mapping.address)
+    memory.mapping = mapping  # type: ignore[attr-defined]  # the mapping lives as long as a tensor on it does
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def allocation_of(tensor: Tensor) -> Allocation | None:
+    """Return the memory of ``allocate`` that holds a tensor, or None."""
+    return _allocations.get(tensor.untyped_storage().data_ptr())
+
+
+# --- a window ---------------------------------------------------------------------------------------------------
+
+
+class Region(NamedTuple):
+    """The registered memory of a rank.
+
+    Attributes:
+        nbytes: Its size.
+        view: Its bytes, if this process has mapped them: its rank is on the same host.
+    """
+
+    nbytes: int
+    view: Tensor | None
+
+
+class WindowGroup(Protocol):
+    """The engine of the group of a window."""
+
+    rank: int
+    group_name: str
+    timeout_s: float
+
+    def exchange_memory(
+        self, call: str, memory: Allocation | None, record: bytes, refused: str
+    ) -> list[tuple[bytes, Tensor | None]]:
+        """Map the memory of every rank of this host. See ``NativeEngine``."""
+        ...
+
+    def check_open(self) -> None:
+        """Raise if the group is closed."""
+        ...
+
+    def lost(self) -> Sequence[int]:
+        """Return the ranks detected as lost."""
+        ...
+
+
+class NativeWindow:
+    """A window of the native engine. See ``EngineWindow``.
+
+    Attributes:
+        number: The number of the window in its group.
+    """
+
+    def __init__(self, engine: WindowGroup, ranks: int, connections: WindowConnections | None, number: int) -> None:
+        """Create a window. Collective."""
+        self._engine = engine
+        self._rank, self._ranks = engine.rank, ranks
+        self._connections = connections
+        self.number = number
+        self._regions: list[Region] = []
+        self._mine: memoryview | None = None  # the registered memory of this rank, for requests of other hosts
+        nbytes = self._ranks * _core.SIGNAL_BYTES
+        counters = allocate(nbytes)
+        made = engine.exchange_memory("new_window", allocation_of(counters), b"", "")
+        # Kept: the counters exist as long as these tensors.
+        self._counters = [None if view is None else view for _, view in made]
+        self._counters[self._rank] = counters
+        self._consumed = [0] * self._ranks
+        self._sent = [0] * self._ranks  # requests to each rank of another host, for the registered memory
+        self._locks = [threading.Lock() for _ in range(self._ranks)]
+        self._waits = [threading.Lock() for _ in range(self._ranks)]
+
+    def register(self, tensor: Tensor | None, about: bytes, refused: str) -> list[bytes]:
+        allocation = None if tensor is None else allocation_of(tensor)
+        if tensor is not None and tensor.nbytes:
+            assert allocation is not None
+            self._mine = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+        else:
+            self._mine = memoryview(b"")
+        start = 0 if tensor is None else tensor.storage_offset() * tensor.element_size()
+        size = 0 if tensor is None else tensor.nbytes
+        if self._connections is not None:
+            # Before the exchange: another rank may write as soon as it has returned there.
+            self._connections.add(self.number, self._mine, self._ranks, self._count)
+        self._sent = [0] * self._ranks
+        try:
+            made = self._engine.exchange_memory(
+                "tensor_register", allocation if size else None, struct.pack("!QQ", start, size) + about, refused
+            )
+        except BaseException:
+            if self._connections is not None:
+                self._connections.remove(self.number)
+            self._mine = None
+            raise
+        self._regions, abouts = [], []
+        for record, view in made:
+            start, size = struct.unpack_from("!QQ", record)
+            self._regions.append(Region(size, None if view is None else view[start : start + size]))
+            abouts.append(record[16:])
+        return abouts
+
+    def deregister(self) -> None:
+        sent = struct.pack(f"!{self._ranks}Q", *self._sent)
+        made = self._engine.exchange_memory("tensor_deregister", None, sent, "")
+        if self._connections is not None:
+            # Requests that another rank has sent before this call may still arrive.
+            expected = [struct.unpack_from("!Q", record, 8 * self._rank)[0] for record, _ in made]
+            self._connections.wait_for_requests(self.number, expected, self._engine.timeout_s, self._check_lost)
+            self._connections.remove(self.number)
+        self._regions, self._mine = [], None
+
+    def view(self, rank: int) -> Tensor | None:
+        return self._regions[rank].view
+
+    def shares_memory(self, rank: int) -> bool:
+        return self._counters[rank] is not None
+
+    def put(self, given: Tensor, rank: int, offset: int) -> None:
+        self._check_lost(rank)
+        if (view := self._regions[rank].view) is not None:
+            view[offset : offset + given.numel()].copy_(given)
+            self._count(rank, self._rank)
+            return
+        self._connection(rank).send(_Kind.PUT, self.number, offset, _memory_of(given))
+
+    def get(self, into: Tensor, rank: int, offset: int) -> None:
+        self._check_lost(rank)
+        if (view := self._regions[rank].view) is not None:
+            into.copy_(view[offset : offset + into.numel()])
+            return
+        self._connection(rank).fetch(self.number, offset, into, self._engine.timeout_s)
+
+    def signal(self, rank: int) -> None:
+        self._check_lost(rank)
+        if self._counters[rank] is not None:
+            self._count(rank, self._rank)
+            return
+        self._connection(rank).send(_Kind.SIGNAL, self.number, 0, memoryview(b""))
+
+    def has_signal(self, rank: int) -> bool:
+        return _core.count_of_signals(self._counter(self._rank, rank)) != self._consumed[rank]
+
+    def wait_signal(self, rank: int, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        counter = self._counter(self._rank, rank)
+        # Two threads that wait for one rank get different signals.
+        while not self._waits[rank].acquire(timeout=_SLICE_S):
+            self._check_waiting(rank, deadline, timeout_s)
+        try:
+            while not _core.wait_signal(counter, self._consumed[rank], _SLICE_S):
+                self._check_waiting(rank, deadline, timeout_s)
+            self._consumed[rank] = (self._consumed[rank] + 1) % (1 << 32)
+        finally:
+            self._waits[rank].release()
+
+    def _connection(self, rank: int) -> _Connection:
+        """Return the connection with a rank of another host, for one request."""
+        assert self._connections is not None
+        connection = self._connections.to(rank, self._engine.timeout_s)
+        with self._locks[rank]:
+            self._sent[rank] += 1
+        return connection
+
+    def _check_waiting(self, rank: int, deadline: float, timeout_s: float) -> None:
+        try:
+            self._check_lost(rank, "wait_signal")
+        except PeerLostError:
+            # In this order: what a rank has sent before its end may arrive, and be counted, after its end.
+            arrives = self._connections is not None and self._connections.is_read(rank)
+            if not arrives and not self.has_signal(rank):
+                raise
+        if time.monotonic() >= deadline:
+            error = TimeoutError(
+                f"wait_signal on group '{self._engine.group_name}' (rank {self._rank} of {self._ranks}): no signal of"
+                f" rank {rank} arrived in {timeout_s:g} s.\n  Check whether rank {rank} has called put or signal for"
+                f" this window."
+            )
+            error.ranks = (rank,)
+            raise error
+
+    def _check_lost(self, rank: int, call: str = "") -> None:
+        """Raise if a rank is lost, or if the group is closed."""
+        self._engine.check_open()
+        if rank in self._engine.lost():
+            raise PeerLostError(
+                f"{call or 'window'} on group '{self._engine.group_name}' (rank {self._rank} of {self._ranks}): rank"
+                f" {rank} is lost: its process has exited, or it has left the group.\n  Check the end of its output.",
+                rank,
+            )
+        if self._connections is not None:
+            self._connections.check(rank)
+
+    def _counter(self, waiting: int, sender: int) -> int:
+        counters = self._counters[waiting]
+        assert counters is not None
+        return counters.data_ptr() + sender * _core.SIGNAL_BYTES
+
+    def _count(self, waiting: int, sender: int) -> None:
+        _core.add_signal(self._counter(waiting, sender))
+
+
+def _memory_of(tensor: Tensor) -> memoryview:
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+# --- other hosts ------------------------------------------------------------------------------------------------
+
+
+class _Served(NamedTuple):
+    """A window of this rank.
+
+    Attributes:
+        memory: The registered bytes.
+        requests: Number of requests that have been served, by rank.
+        add_signal: Counts a signal for the first rank, of the second one.
+    """
+
+    memory: memoryview
+    requests: list[int]
+    add_signal: Callable[[int, int], None]
+
+
+class WindowConnections:
+    """The connections of a group's windows with ranks of other hosts."""
+
+    def __init__(self, group: str, rank: int, ask: Callable[[int], None]) -> None:
+        """Begin without connections. ``ask`` requests one with a rank."""
+        self.group = group
+        self.rank = rank
+        self._ask = ask
+        self.changed = threading.Condition()
+        self._connections: dict[int, _Connection] = {}
+        self._troubles: dict[int, str] = {}
+        self._served: dict[int, _Served] = {}
+
+    def add(self, number: int, memory: memoryview, ranks: int, count: Callable[[int, int], None]) -> None:
+        """Serve a window of this rank."""
+        self._served[number] = _Served(memory, [0] * ranks, count)
+
+    def remove(self, number: int) -> None:
+        self._served.pop(number, None)
+
+    def take(self, peer: int, connection: Socket, greeting: bytes) -> None:
+        """Take over a connection, on which ``greeting`` must be sent first. The server's thread calls it."""
+        with suppress(OSError):  # it has closed, which the thread of the connection detects
+            connection.send(greeting)
+        keep_alive(connection, _LOST_AFTER_S, must_read=False)
+        connection.setblocking(False)
+        with self.changed:
+            self._connections[peer] = _Connection(self, peer, connection)
+            self.changed.notify_all()
+
+    def give_up(self, peer: int, why: str) -> None:
+        """Note that there is no connection with a rank. The server's thread calls it."""
+        with self.changed:
+            self._troubles[peer] = why
+            self.changed.notify_all()
+
+    def to(self, peer: int, timeout_s: float) -> _Connection:
+        """Return the connection with a rank. Create it if there is none."""
+        with self.changed:
+            if peer not in self._connections:
+                self._ask(peer)
+            deadline = time.monotonic() + timeout_s
+            while peer not in self._connections:
+                self.check(peer)
+                if not self.changed.wait(_SLICE_S) and time.monotonic() > deadline:
+                    error = TimeoutError(f"{self._where()}: rank {peer} could not be connected in {timeout_s:g} s.")
+                    error.ranks = (peer,)
+                    raise error
+            return self._connections[peer]
+
+    def check(self, peer: int) -> None:
+        """Raise if the connection with a rank has failed."""
+        found = self._connections.get(peer)
+        why = self._troubles.get(peer) if found is None else found.failed
+        if why:
+            raise PeerLostError(
+                f"{self._where()}: no connection with rank {peer}: {why}.\n  Check the end of its output.", peer
+            )
+
+    def is_read(self, peer: int) -> bool:
+        """Return whether data of a rank may still arrive."""
+        found = self._connections.get(peer)
+        return found is not None and found.is_read
+
+    def wait_for_requests(
+        self, number: int, expected: Sequence[int], timeout_s: float, check: Callable[[int], None]
+    ) -> None:
+        """Wait until as many requests of each rank have been served."""
+        served, deadline = self._served[number].requests, time.monotonic() + timeout_s
+        with self.changed:
+            for peer, sent in enumerate(expected):
+                while served[peer] < sent:
+                    check(peer)
+                    if not self.changed.wait(_SLICE_S) and time.monotonic() > deadline:
+                        raise TimeoutError(f"{self._where()}: data of rank {peer} did not arrive in {timeout_s:g} s.")
+
+    def part(self, number: int, offset: int, nbytes: int, peer: int) -> memoryview:
+        """Return the part of a window of this rank to which a request of another rank refers."""
+        served = self._served.get(number)
+        if served is None or offset + nbytes > len(served.memory):
+            raise ValueError(f"rank {peer} requested bytes {offset} to {offset + nbytes} of window {number}")
+        return served.memory[offset : offset + nbytes]
+
+    def note(self, number: int, peer: int, signals: bool) -> None:
+        """Note that a request has been served."""
+        if (served := self._served.get(number)) is not None:
+            if signals:
+                served.add_signal(self.rank, peer)
+            with self.changed:
+                served.requests[peer] += 1
+                self.changed.notify_all()
+
+    def close(self) -> None:
+        with self.changed:
+            for connection in self._connections.values():
+                connection.fail("the group was closed")
+        self._served.clear()  # the windows, which own memory
+
+    def _where(self) -> str:
+        return f"window on group '{self.group}' (rank {self.rank})"
+
+
+class _Fetch(NamedTuple):
+    into: Tensor
+    done: threading.Event
+
+
+class _Connection:
+    """The connection of the windows of a group with one rank of another host.
+
+    Attributes:
+        failed: Why it has ended. "" as long as it has not.
+        is_read: Data may still arrive.
+    """
+
+    def __init__(self, owner: WindowConnections, peer: int, connection: Socket) -> None:
+        self.failed, self.is_read = "", True
+        self._owner, self._peer, self._socket = owner, peer, connection
+        self._writing = threading.Lock()
+        self._fetches: dict[int, _Fetch] = {}
+        self._fetched = 0
+        self._replies: queue.SimpleQueue[tuple[int, int, memoryview] | None] = queue.SimpleQueue()
+        # Two threads: the reader never waits for the other rank to read. Otherwise two ranks that fetch from each other
+        # could both wait for the other's reader.
+        for run in (self._read, self._reply):
+            Daemon(target=run, name="allranks-window").start()
+
+    def send(self, kind: _Kind, number: int, position: int, payload: memoryview, nbytes: int | None = None) -> None:
+        """Send a frame. Return when the kernel has the payload, so that the caller may change it."""
+        head = _HEAD.pack(kind, number, position, len(payload) if nbytes is None else nbytes)
+        with self._writing:
+            try:
+                for part in (memoryview(head), payload):
+                    self._send_all(part)
+            except BaseException as error:
+                # A part of the frame may have been sent, so nothing can follow it.
+                self.fail(reason(error) if isinstance(error, OSError) else "a call was interrupted")
+                if not isinstance(error, OSError):
+                    raise
+        self._check()
+
+    def _send_all(self, data: memoryview) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        while data and not self.failed:
+            try:
+                data = data[self._socket.send(data) :]
+            except BlockingIOError:
+                poll.poll(_SLICE_S * 1000)
+
+    def fetch(self, number: int, offset: int, into: Tensor, timeout_s: float) -> None:
+        """Read bytes of the other rank's window."""
+        with self._writing:
+            self._fetched += 1
+            request = self._fetched
+        fetch = self._fetches[request] = _Fetch(into, threading.Event())
+        self.send(_Kind.GET, number, offset, memoryview(struct.pack("!Q", request)), into.nbytes)
+        deadline = time.monotonic() + timeout_s
+        while not fetch.done.wait(_SLICE_S):
+            self._check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"get: rank {self._peer} did not send its memory in {timeout_s:g} s.")
+        self._check()
+
+    def fail(self, why: str) -> None:
+        """End the connection."""
+        if not self.failed:
+            self.failed = why
+            with suppress(OSError):  # it is closed already
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._replies.put(None)
+
+    def _check(self) -> None:
+        if self.failed:
+            self._owner.check(self._peer)
+
+    # The threads of the connection.
+
+    def _read(self) -> None:
+        try:
+            head = memoryview(bytearray(_HEAD.size))
+            while self._fill(head, may_end=True):
+                self._serve(*_HEAD.unpack(head))
+            self.fail("it closed the connection")
+        except (OSError, ValueError) as error:
+            self.fail(reason(error) if isinstance(error, OSError) else str(error))
+        self.is_read = False
+        with self._owner.changed:
+            self._owner.changed.notify_all()
+        for fetch in list(self._fetches.values()):
+            fetch.done.set()
+        with guard:
+            self._socket.close()
+
+    def _serve(self, kind: int, number: int, position: int, nbytes: int) -> None:
+        owner = self._owner
+        match kind:
+            case _Kind.PUT:
+                self._fill(owner.part(number, position, nbytes, self._peer))
+                owner.note(number, self._peer, signals=True)
+            case _Kind.SIGNAL:
+                owner.note(number, self._peer, signals=True)
+            case _Kind.GET:
+                request = memoryview(bytearray(8))
+                self._fill(request)
+                memory = owner.part(number, position, nbytes, self._peer)
+                self._replies.put((number, struct.unpack("!Q", request)[0], memory))
+                owner.note(number, self._peer, signals=False)
+            case _Kind.REPLY:
+                fetch = self._fetches.pop(position)
+                self._fill(_memory_of(fetch.into))
+                fetch.done.set()
+            case _:
+                raise ValueError(f"rank {self._peer} sent an unknown request, {kind}")
+
+    def _reply(self) -> None:
+        while (reply := self._replies.get()) is not None:
+            number, request, memory = reply
+            with suppress(PeerLostError):  # the reader ends, too
+                self.send(_Kind.REPLY, number, request, memory)
+
+    def _fill(self, into: memoryview, may_end: bool = False) -> bool:
+        """Receive bytes. ``may_end``: return False if the other rank has closed the connection before the first one."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        left = into
+        while left:
+            try:
+                received = self._socket.recv_into(left)
+            except BlockingIOError:
+                poll.poll()
+                continue
+            if not received:
+                if may_end and len(left) == len(into):
+                    return False
+                raise ConnectionResetError(errno.ECONNRESET, "it closed the connection within a request")
+            left = left[received:]
+        return True
