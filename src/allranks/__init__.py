@@ -81,6 +81,7 @@ _HOME = {
         "get_group_rank",
         "get_node_local_rank",
         "get_process_group_ranks",
+        "merge_remote_group",
         "new_group",
         "new_subgroups",
         "new_subgroups_by_enumeration",

@@ -55,6 +55,7 @@ from allranks._api.groups import get_global_rank as get_global_rank
 from allranks._api.groups import get_group_rank as get_group_rank
 from allranks._api.groups import get_node_local_rank as get_node_local_rank
 from allranks._api.groups import get_process_group_ranks as get_process_group_ranks
+from allranks._api.groups import merge_remote_group as merge_remote_group
 from allranks._api.groups import new_group as new_group
 from allranks._api.groups import new_subgroups as new_subgroups
 from allranks._api.groups import new_subgroups_by_enumeration as new_subgroups_by_enumeration

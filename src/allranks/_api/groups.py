@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from allranks import _engines
-from allranks._api.world import GroupMember, register, replace_world, resolve_group
+from allranks._api.world import GroupMember, first_history, register, replace_world, resolve_group
 from allranks._base.errors import ConfigError, MismatchError, UsageError, rank_list
 from allranks._base.integers import integer_of
 from allranks._base.public import publish
@@ -28,6 +31,7 @@ from allranks._elastic.replay import ReplayEngine
 from allranks._engines.spec import RECORD_BYTES
 from allranks._group.exchange import exchange_locally, gather_rows
 from allranks._group.process_group import ProcessGroup
+from allranks._rendezvous import rendezvous
 
 if TYPE_CHECKING:
     import torch
@@ -44,17 +48,21 @@ __all__ = [
     "get_node_local_rank",
     "get_process_group_ranks",
     "history_of",
+    "meet_as_group",
+    "merge_remote_group",
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
     "shrink_group",
     "split_group",
+    "split_part",
 ]
 
 SHRINK_DEFAULT, SHRINK_ABORT = 0, 1
 """Flags of ``shrink_group``, with torch's values."""
 
 _DIGEST_BYTES = 16
+_PART = struct.Struct("!I?")  # number of members of a part, and whether the rank is one of them
 
 _made = 0  # used in the names of groups; the same on all ranks that create the same groups
 
@@ -159,6 +167,92 @@ def split_group(
     engine = _engines.check_backend(backend or parent.backend)
     with part_of("split_group"):
         return _make(parent, world_parts, timeout, engine, group_desc, False)
+
+
+def split_part(
+    parent: ProcessGroup, ranks: Sequence[int], timeout: timedelta | float | None, group_desc: str | None
+) -> ProcessGroup | None:
+    """Split a group, where each rank knows only its own part. All ranks of the group call this.
+
+    Args:
+        parent: The group to split.
+        ranks: The members of the part of this rank, in order, as ranks of ``parent``. If this rank is in no part: the
+            members of any part.
+        timeout: Timeout of the part's calls, as a timedelta or in seconds. None: the parent's timeout.
+        group_desc: Name of the part in error messages.
+
+    Returns:
+        The part that contains this rank, or None.
+
+    Raises:
+        UsageError: The ranks are invalid.
+        MismatchError: The parts of the ranks overlap, or a member is missing. Raised on every rank.
+    """
+    part = [parent.ranks[rank] for rank in _checked(ranks, parent.size(), "split_group")]
+    with part_of("split_group"):
+        return _make(parent, [part], timeout, parent.backend, group_desc, False, own_parts=True)
+
+
+def merge_remote_group(
+    store: Any,
+    size: int,
+    timeout: timedelta | float | None = None,
+    group_desc: str | None = None,
+    group: ProcessGroup | None = None,
+) -> ProcessGroup:
+    """Create a group of the ranks of several groups, which may belong to several jobs. All their ranks call this.
+
+    Args:
+        store: A store that all ranks reach, for example a ``TCPStore`` of one of the jobs. Each merge needs a store, or
+            a ``PrefixStore``, that no merge has used before.
+        size: Number of ranks in all.
+        timeout: How long to wait for the others, and the timeout of the new group's calls, as a timedelta or in
+            seconds. None: the timeout of ``group``.
+        group_desc: Name of the new group in error messages.
+        group: The group of this rank. None: the world.
+
+    Returns:
+        The new group. Its ranks are numbered in the order in which they have arrived at the store. In
+        ``get_process_group_ranks``, they have these numbers, because they belong to no common world.
+
+    Raises:
+        JoinError: Ranks did not arrive in time.
+        UsageError: More than ``size`` ranks have arrived.
+    """
+    old = resolve_group(group)
+    total = integer_of(size)
+    if total is None or total < 1:
+        raise UsageError(f"merge_remote_group: size must be an integer of at least 1, not {size!r}")
+    timeout_s = old.timeout_s if timeout is None else seconds_of(timeout)
+    rank = int(store.add("allranks merge", 1)) - 1
+    if rank >= total:
+        raise UsageError(
+            f"merge_remote_group: {rank + 1} ranks have arrived at the store, more than size={total}.\n  Pass the"
+            " number of ranks of all groups as size, and use a new store or PrefixStore for each merge."
+        )
+    return meet_as_group(store, rank, total, timeout_s, old.backend, group_desc or "merged group")
+
+
+def meet_as_group(
+    store: Any, rank: int, size: int, timeout_s: float, backend: str, name: str, ranks: Sequence[int] | None = None
+) -> ProcessGroup:
+    """Create a group of processes that share only a store. ``ranks``: their numbers in a common world, if it exists."""
+    meeting = rendezvous.join(None, rank=rank, world_size=size, timeout_s=timeout_s, store=store)
+    numbers = range(size) if ranks is None else ranks
+    members = [replace(member, rank=number) for member, number in zip(meeting.members, numbers, strict=True)]
+
+    def exchange(record: bytes) -> list[bytes]:
+        return meeting.exchange(record, timeout_s)
+
+    try:
+        engine = _engines.make_engine(backend, rank, members, exchange, name, timeout_s)
+    finally:
+        meeting.close()
+    made = ProcessGroup(engine, name, rank, members, timeout_s)
+    made.history = first_history(meeting, backend, name, timeout_s)
+    made.register = register
+    register(made)
+    return made
 
 
 def new_subgroups(
@@ -366,8 +460,12 @@ def _make(
     engine_name: str,
     description: str | None,
     local: bool,
+    own_parts: bool = False,
 ) -> ProcessGroup | None:
-    """Create the part that contains this rank, if any. The parts' members are ranks of the world."""
+    """Create the part that contains this rank, if any. The parts' members are ranks of the world.
+
+    ``local``: only the members call this. ``own_parts``: each rank knows only the part that contains it.
+    """
     global _made
     _made += 1
     timeout_s = parent.timeout_s if timeout is None else seconds_of(timeout)
@@ -379,8 +477,13 @@ def _make(
     mine = next((part for part in parts if me in part), None)
 
     def exchange(record: bytes) -> list[bytes]:
-        rows = exchange_locally(parent, parts[0], record) if local else gather_rows(parent, record + digest)
-        if not local:
+        if local:
+            rows = exchange_locally(parent, parts[0], record)
+        elif own_parts:
+            rows = gather_rows(parent, record + digest + _PART.pack(len(parts[0]), mine is not None))
+            _compare_parts(parent, [row[RECORD_BYTES:] for row in rows])
+        else:
+            rows = gather_rows(parent, record + digest)
             different = [rank for rank, row in enumerate(rows) if row[RECORD_BYTES:] != rows[0][RECORD_BYTES:]]
             if different:
                 raise MismatchError(
@@ -415,6 +518,31 @@ def _make(
     made.register = register
     register(made)
     return made
+
+
+def _compare_parts(parent: ProcessGroup, rows: Sequence[bytes]) -> None:
+    """Check that the parts of all ranks are disjoint and complete. The result is the same on every rank.
+
+    Args:
+        parent: The group that is split.
+        rows: By rank: a digest of its part, the number of members, and whether the rank is one of them.
+    """
+    members: dict[bytes, list[int]] = {}
+    for rank, row in enumerate(rows):
+        if _PART.unpack_from(row, _DIGEST_BYTES)[1]:
+            members.setdefault(row, []).append(rank)
+    wrong = [
+        rank
+        for row, ranks in members.items()
+        for rank in ranks
+        if len(ranks) != _PART.unpack_from(row, _DIGEST_BYTES)[0]
+    ]
+    if wrong:
+        raise MismatchError(
+            f"split_group on '{parent.name}' (rank {parent.rank()} of {parent.size()}): not all members of the part of"
+            f" {rank_list(wrong)} passed this part.\n  Pass the same split_ranks on every rank, with each rank in one"
+            " part."
+        )
 
 
 def early_groups(parent: ProcessGroup) -> EarlyGroups | None:

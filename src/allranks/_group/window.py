@@ -91,7 +91,7 @@ class Window:
 
     def tensor_deregister(self) -> None:
         """Withdraw the memory of all ranks. All ranks call it. Data that was put before has arrived afterwards."""
-        self._registered("tensor_deregister")
+        self.check_registered("tensor_deregister")
         self._window.deregister()
         self._tensor, self._mine, self._shapes = None, None, []
 
@@ -148,7 +148,7 @@ class Window:
         Raises:
             UsageError: The rank is on another host, or the window is not registered.
         """
-        self._registered("map_remote_tensor")
+        self.check_registered("map_remote_tensor")
         number = self._peer("map_remote_tensor", rank)
         dtype, shape = self._shapes[number]
         if not shape.numel():
@@ -176,7 +176,7 @@ class Window:
             UsageError, PeerLostError: See ``put``.
         """
         rank = self._peer("signal", peer_rank)
-        self._registered("signal")
+        self.check_registered("signal")
         self._window.signal(rank)
         return Complete([]) if async_op else None
 
@@ -196,14 +196,15 @@ class Window:
             UsageError: The window is not registered.
         """
         rank = self._peer("wait_signal", peer_rank)
-        self._registered("wait_signal")
+        self.check_registered("wait_signal")
         work = _SignalWork(self._window, rank, self._group.timeout_s if timeout is None else seconds_of(timeout))
         if async_op:
             return work
         work.wait()
         return None
 
-    def _registered(self, call: str) -> None:
+    def check_registered(self, call: str) -> None:
+        """Raise a UsageError if no memory is registered. ``call``: the call of the program, in the error."""
         if self._mine is None:
             raise UsageError(
                 f"{call} on group '{self._group.name}': the window is not registered.\n  Call tensor_register on every"
@@ -222,7 +223,7 @@ class Window:
 
     def _elements(self, call: str, tensor: Tensor, rank: int, offset: int) -> Tensor:
         """Check that elements are within the memory of a rank. Return the tensor without gradient and lazy bits."""
-        self._registered(call)
+        self.check_registered(call)
         dtype, shape = self._shapes[rank]
         start = integer_of(offset)
         if start is None:

@@ -26,17 +26,23 @@ TORCHS_DDP: tuple[Any, ...] = tuple(
 """torch's class, for isinstance. The program may have assigned another object to its name."""
 
 _c10d: Any = torch.distributed
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 _works: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of reducers
 
 
 @functools.cache
-def adapt() -> None:
-    """Adapt torch's functions to groups of allranks, once per process."""
+def adapt(split: Callable[..., Any]) -> None:
+    """Adapt torch's functions to groups of allranks, once per process.
+
+    Args:
+        split: torch.distributed.split_group for a group of allranks.
+    """
     _let_barrier_be_monitored()
     _let_hooks_be_built_in()
     _let_reducers_hold_works()
     _let_futures_be_waited_for()
     _let_groups_be_shrunk()
+    _let_groups_be_split(split)
 
 
 def _let_barrier_be_monitored() -> None:
@@ -121,11 +127,25 @@ def _create_shrunk_process_group(
     return made
 
 
+def _let_groups_be_split(split: Callable[..., Any]) -> None:
+    """Adapt torch.distributed.split_group: before torch 2.15, it requires a group on an accelerator."""
+    if _TORCH >= (2, 15):
+        return
+
+    def split_group(torchs: Callable[..., Any], parent_pg: Any = None, *args: Any, **named: Any) -> Any:
+        parent = _c10d.group.WORLD if parent_pg is None else parent_pg
+        ours = None if parent is None else world.behind(parent)
+        return torchs(parent_pg, *args, **named) if ours is None else split(ours, *args, **named)
+
+    _replace(_c10d.distributed_c10d, "split_group", split_group)
+    _c10d.split_group = _c10d.distributed_c10d.split_group
+
+
 def _replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
     torchs = getattr(owner, name)
 
     @functools.wraps(torchs)
-    def method(*args: Any) -> Any:
-        return ours(torchs, *args)
+    def method(*args: Any, **named: Any) -> Any:
+        return ours(torchs, *args, **named)
 
     setattr(owner, name, method)

@@ -10,20 +10,27 @@ import hashlib
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 
 from allranks import _engines
-from allranks._api.groups import early_groups, history_of, shrink_group
+from allranks._api.groups import (
+    early_groups,
+    history_of,
+    meet_as_group,
+    merge_remote_group,
+    shrink_group,
+    split_group,
+    split_part,
+)
 from allranks._api.world import (
     destroy_process_group,
     establish,
     establish_elastic,
-    first_history,
     is_initialized,
     register,
     replace_world,
@@ -37,14 +44,16 @@ from allranks._elastic.membership_store import MembershipStore
 from allranks._group.exchange import exchange_locally
 from allranks._group.process_group import ProcessGroup
 from allranks._plugin.adapt import adapt
-from allranks._plugin.group import TorchGroup
+from allranks._plugin.group import Derivation, TorchGroup
 from allranks._plugin.names import NAME
 from allranks._rendezvous import rendezvous
 
-__all__ = ["MADE", "adopting", "asks_for_default", "create", "helper_of"]
+__all__ = ["adopting", "asks_for_default", "create", "group_of_torch", "helper_of"]
 
 _c10d: Any = torch.distributed
 _ENGINE = "native"
+_KEEPS_ORDER = "sort_ranks" in inspect.signature(_c10d.new_group).parameters  # torch 2.10 always sorts
+_FAR = 1 << 40  # larger than any number of torch's groups
 
 MADE: dict[ProcessGroup, TorchGroup] = {}
 """torch's group around each wrapped group of allranks."""
@@ -70,7 +79,7 @@ def create(
     """
     if options is not None:
         raise UsageError(f"the {name} backend does not support pg_options {options!r}.\n  Omit pg_options.")
-    adapt()
+    adapt(_split_group)
     _leave_aborted()
     if _adopted is not None:
         ours = _adopted
@@ -87,7 +96,7 @@ def create(
 
 def _wrap(ours: ProcessGroup, name: str, others: Mapping[str, tuple[Any, Any]]) -> TorchGroup:
     ours.closing = partial(_close, ours)
-    made = MADE[ours] = TorchGroup(ours, name, _leave, _shrink, others)
+    made = MADE[ours] = TorchGroup(ours, name, _leave, Derivation(_shrink, _split, _merge), others)
     ours.renewed = made.restart
     return made
 
@@ -130,6 +139,37 @@ def adopting(ours: ProcessGroup) -> Iterator[None]:
         _adopted = None
 
 
+def group_of_torch(ours: ProcessGroup) -> TorchGroup:
+    """Return torch's group around a group of allranks. Let torch create it if it does not exist."""
+    if ours not in MADE:
+        with adopting(ours), _uncounted():
+            made = _c10d.new_group(
+                list(ours.ranks),
+                timeout=timedelta(seconds=ours.timeout_s),
+                backend=NAME,
+                use_local_synchronization=True,
+                **({"sort_ranks": False} if _KEEPS_ORDER else {}),
+            )
+            # torch versions that sort the ranks have numbered them differently.
+            _c10d.distributed_c10d._world.pg_group_ranks[made] = {r: i for i, r in enumerate(ours.ranks)}
+    return MADE[ours]
+
+
+@contextlib.contextmanager
+def _uncounted() -> Iterator[None]:
+    """Hide a group from torch's count of groups.
+
+    torch 2.15 and later counts a group that only some ranks create, too, and names later groups by that number.
+    """
+    torchs = _c10d.distributed_c10d._world
+    count = torchs.group_count
+    torchs.group_count = count + _FAR * (1 + len(MADE))  # the name must still be new
+    try:
+        yield
+    finally:
+        torchs.group_count = count
+
+
 def _the_world(about: Any) -> ProcessGroup:
     rank, size = about.group_rank, about.group_size
     if is_initialized() and not (world := resolve_group(None)).inherited:
@@ -147,7 +187,8 @@ def _the_world(about: Any) -> ProcessGroup:
     membership = MembershipStore.of_elastic_job(None, timeout_s=timeout_s)
     if membership is not None:
         return _the_elastic_world(membership, rank, size, timeout_s)
-    meeting = _meet(about, rank, size, timeout_s)
+    store = _store_of_attempt(about)
+    meeting = rendezvous.join(None, rank=rank, world_size=size, timeout_s=timeout_s, store=store)
     return establish(_ENGINE, meeting, "world", timeout_s)
 
 
@@ -163,31 +204,30 @@ def _the_elastic_world(membership: MembershipStore, rank: int, size: int, timeou
     return made
 
 
-def _meet(about: Any, rank: int, size: int, timeout_s: float) -> rendezvous.JobMeeting:
+def _store_of_attempt(about: Any) -> Any:
     # torchrun restarts ranks on the same store, which still contains the keys of the last attempt.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = _c10d.PrefixStore(f"attempt {attempt}/", about.store)
-    return rendezvous.join(None, rank=rank, world_size=size, timeout_s=timeout_s, store=store)
+    return _c10d.PrefixStore(f"attempt {attempt}/", about.store)
 
 
 def _sub_group(about: Any) -> ProcessGroup:
     ranks, rank, timeout_s = about.global_ranks_in_group, about.group_rank, about.timeout.total_seconds()
     name = f"torch group {about.group_id}"
-    if torch_store() is not None:  # no exchange through it: its server may not be a member
-        world = resolve_group(None)
-        members = [world.members[r] for r in ranks]
-        exchange = partial(exchange_locally, world, ranks)
-        parent = world.parent_of(ranks)
-        connect = partial(_engines.make_engine, world.backend, rank, members, exchange, name, timeout_s, parent)
-        early = early_groups(world)
-        if early is not None:
-            made = early.make(early.connect(world, connect), ranks, world.backend, name, timeout_s)
-        else:
-            made = ProcessGroup(connect(), name, rank, members, timeout_s)
-            digest = hashlib.sha256(f"{about.group_id} {ranks}".encode()).digest()[:16]
-            made.history = history_of(made, world.backend, ranks, digest)
+    if torch_store() is None:
+        return _met(about, name, ranks)
+    # No exchange through the store: its server may not be a member.
+    world = resolve_group(None)
+    members = [world.members[r] for r in ranks]
+    exchange = partial(exchange_locally, world, ranks)
+    parent = world.parent_of(ranks)
+    connect = partial(_engines.make_engine, world.backend, rank, members, exchange, name, timeout_s, parent)
+    early = early_groups(world)
+    if early is not None:
+        made = early.make(early.connect(world, connect), ranks, world.backend, name, timeout_s)
     else:
-        made = _met(about, name, ranks)
+        made = ProcessGroup(connect(), name, rank, members, timeout_s)
+        digest = hashlib.sha256(f"{about.group_id} {ranks}".encode()).digest()[:16]
+        made.history = history_of(made, world.backend, ranks, digest)
     made.register = register
     register(made)
     return made
@@ -195,28 +235,13 @@ def _sub_group(about: Any) -> ProcessGroup:
 
 def _alone(about: Any) -> ProcessGroup:
     """Create a group that belongs to no world. Its ranks connect through the program's store."""
-    made = _met(about, f"torch group {about.group_id}", range(about.group_size))
-    made.register = register
-    register(made)
-    return made
+    return _met(about, f"torch group {about.group_id}", range(about.group_size))
 
 
 def _met(about: Any, name: str, ranks: Sequence[int]) -> ProcessGroup:
     """Create a group in a world that allranks has not created."""
     rank, timeout_s = about.group_rank, about.timeout.total_seconds()
-    meeting = _meet(about, rank, len(ranks), timeout_s)
-    members = [replace(member, rank=r) for member, r in zip(meeting.members, ranks, strict=True)]
-
-    def exchange(record: bytes) -> list[bytes]:
-        return meeting.exchange(record, timeout_s)
-
-    try:
-        engine = _engines.make_engine(_ENGINE, rank, members, exchange, name, timeout_s)
-    finally:
-        meeting.close()
-    made = ProcessGroup(engine, name, rank, members, timeout_s)
-    made.history = first_history(meeting, _ENGINE, name, timeout_s)
-    return made
+    return meet_as_group(_store_of_attempt(about), rank, len(ranks), timeout_s, _ENGINE, name, ranks)
 
 
 def _leave(ours: ProcessGroup) -> None:
@@ -249,6 +274,33 @@ def _shrink(group: TorchGroup, ranks_to_exclude: Sequence[int], flags: int) -> T
         MADE[ours], ours.closing = group, closing
         raise
     return _wrap(made, name, {})
+
+
+def _split(group: TorchGroup, ranks: Sequence[int], timeout: timedelta | None, desc: str | None) -> TorchGroup | None:
+    """Create the part of a group that contains this rank."""
+    made = split_part(group.allranks_group, ranks, timeout, desc)
+    return None if made is None else _wrap(made, group.name(), {})
+
+
+def _split_group(
+    parent: ProcessGroup,
+    split_ranks: Any = None,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: Any = None,
+) -> TorchGroup | None:
+    """Make the call torch.distributed.split_group in versions of torch that cannot split groups of CPU tensors."""
+    name = MADE[parent].name()
+    if backend is not None and str(backend).lower() != name:
+        raise UsageError(f"split_group: the parts have the backend of their parent, {name}.\n  Omit backend.")
+    made = split_group(parent, split_ranks, timeout, pg_options, group_desc)
+    return None if made is None else group_of_torch(made)
+
+
+def _merge(group: TorchGroup, store: Any, size: int, timeout: timedelta, desc: str | None) -> TorchGroup:
+    """Create a group of this group's ranks and those of other groups."""
+    return _wrap(merge_remote_group(store, size, timeout, desc, group.allranks_group), group.name(), {})
 
 
 def _close(ours: ProcessGroup) -> None:

@@ -15,11 +15,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import FunctionType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from allranks._api.windows import new_window
 from allranks._base.errors import AllranksError, PeerLostError, TimeoutError, UsageError
 from allranks._base.verbs import VERBS
 from allranks._call.callsite import NOWHERE, line_of
@@ -27,12 +28,13 @@ from allranks._core import Sites, TorchCall
 from allranks._plugin.calls import OPS, Calls, tensors_in
 from allranks._plugin.names import NAME
 from allranks._plugin.operators import BACKENDS_IN_PYTHON, Operator, install, make_backend
+from allranks._plugin.window import TorchWindow, allocate
 from allranks._plugin.work import DONE, TorchWork
 
 if TYPE_CHECKING:
     from allranks._group.process_group import ProcessGroup
 
-__all__ = ["TorchGroup"]
+__all__ = ["Derivation", "TorchGroup"]
 
 _torch: Any = torch
 _c10d: Any = torch.distributed
@@ -64,6 +66,22 @@ def _torch_hooks(environ: Mapping[str, str]) -> bool:
     return records or (hasattr(_C, "NanCheckHook") and environ.get("TORCH_DIST_NAN_CHECK") == "1")
 
 
+class Derivation(NamedTuple):
+    """Functions that create groups from a group.
+
+    Attributes:
+        shrink: The group of the remaining ranks. Receives the group, the ranks to exclude, and torch's flags.
+        split: The part that contains this rank, or None. Receives the group, the members of the part, the timeout and a
+            description.
+        merge: A group with ranks of other groups. Receives the group, a store, the number of ranks, the timeout and a
+            description.
+    """
+
+    shrink: Callable[[TorchGroup, Sequence[int], int], TorchGroup]
+    split: Callable[[TorchGroup, Sequence[int], timedelta | None, str | None], TorchGroup | None]
+    merge: Callable[[TorchGroup, Any, int, timedelta, str | None], TorchGroup]
+
+
 class TorchGroup(_Base):  # type: ignore[misc]
     """A group of allranks in the form that torch's C++ and Python use.
 
@@ -79,7 +97,7 @@ class TorchGroup(_Base):  # type: ignore[misc]
         group: ProcessGroup,
         backend: str,
         leave: Callable[[ProcessGroup], None],
-        shrink: Callable[[TorchGroup, Sequence[int], int], TorchGroup],
+        derivation: Derivation,
         others: Mapping[str, tuple[Any, Any]],
     ) -> None:
         """Wrap a group.
@@ -88,15 +106,14 @@ class TorchGroup(_Base):  # type: ignore[misc]
             group: The group of allranks.
             backend: torch's name for the backend.
             leave: Called when torch destroys the group.
-            shrink: Creates the group of the remaining ranks. Receives this group, the ranks to exclude, and torch's
-                flags.
+            derivation: Creates groups from this one.
             others: torch's own backends for other devices, by device type, with their BackendType.
         """
         super().__init__(group.rank(), group.size())
         self.allranks_group = group
         self._backend = backend
         self._leave = leave
-        self._shrink = shrink
+        self._derivation = derivation
         self.aborted = False
         self._calls = Calls(group)
         self._others = {device: made for device, (_, made) in others.items()}
@@ -225,12 +242,66 @@ class TorchGroup(_Base):  # type: ignore[misc]
             raise UsageError(
                 f"shrink_group: the {NAME} backend does not support pg_options {opts_override!r}.\n  Omit pg_options."
             )
-        return self._shrink(self, ranks_to_exclude, shrink_flags)
+        return self._derivation.shrink(self, ranks_to_exclude, shrink_flags)
+
+    @property
+    def supports_splitting(self) -> bool:
+        return not self._others
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> TorchGroup | None:
+        """Return this rank's part to torch.distributed.split_group, None if there is none. All ranks call it."""
+        self._check_derivable("split_group", opts)
+        made = self._derivation.split(self, new_ranks, timeout, group_desc or group_name)
+        return None if made is None else made._named(group_name, group_desc)
+
+    def merge_remote_group(
+        self, store: Any, size: int, timeout: timedelta, group_name: str | None = None, group_desc: str | None = None
+    ) -> TorchGroup:
+        """Return a group of this group's ranks and of others, numbered by their arrival at the store."""
+        self._check_derivable("merge_remote_group", None)
+        made = self._derivation.merge(self, store, size, timeout, group_desc or group_name)
+        return made._named(group_name or "merge", group_desc)
+
+    def _check_derivable(self, call: str, options: Any) -> None:
+        if self._others:
+            raise UsageError(
+                f"{call}: the group has other backends than {NAME}, for {', '.join(self._others)}.\n  Call new_group."
+            )
+        if options is not None and not isinstance(options, SimpleNamespace):  # torch may pass those of this group
+            raise UsageError(f"{call}: the {NAME} backend does not support pg_options {options!r}.\n  Omit pg_options.")
+
+    def _named(self, name: str | None, description: str | None) -> TorchGroup:
+        self._set_group_name(name or "")
+        self._set_group_desc(description or "")
+        return self
 
     supports_coalescing = True
-    supports_splitting = False
     supports_time_estimate = False
-    supports_tensor_alloc = False
+
+    @property
+    def supports_window(self) -> bool:
+        return not self._others
+
+    def new_window(self, tensor: Tensor | None = None) -> TorchWindow:
+        """Return a window to torch.distributed. All ranks call this, in the same order."""
+        self._check_derivable("new_window", None)
+        return TorchWindow(new_window(tensor, self.allranks_group))
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return torch.device(device).type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        """Return memory for windows, in the same way as torch's backends."""
+        return allocate(size, dtype, device)
+
     use_pg_for_symm_mem_rendezvous = False
 
     def _start_coalescing(self, device: torch.device | None = None) -> None:
@@ -253,11 +324,6 @@ class TorchGroup(_Base):  # type: ignore[misc]
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: allranks compares its sequence numbers in every call."""
-
-    def split_group(self, *_: Any, **__: Any) -> Any:
-        raise UsageError(f"torch cannot create a group on {NAME} from other groups.\n  Call new_group.")
-
-    merge_remote_group = split_group
 
     # --- shutdown ---
 

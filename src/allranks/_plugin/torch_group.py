@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -16,14 +13,12 @@ from allranks._base.errors import UsageError
 from allranks._base.public import publish
 from allranks._group.process_group import ProcessGroup
 from allranks._plugin import register
-from allranks._plugin.creation import MADE, adopting
+from allranks._plugin.creation import adopting, group_of_torch
 from allranks._plugin.names import NAME
 
 __all__ = ["torch_group"]
 
 _c10d: Any = torch.distributed
-_KEEPS_ORDER = "sort_ranks" in inspect.signature(_c10d.new_group).parameters  # torch 2.10 always sorts
-_FAR = 1 << 40  # larger than any number of torch's groups
 
 
 def torch_group(group: ProcessGroup | int | None = None) -> Any:
@@ -68,33 +63,7 @@ def torch_group(group: ProcessGroup | int | None = None) -> Any:
         with adopting(world):
             _c10d.init_process_group(NAME, store=store, rank=world.rank(), world_size=world.size(), timeout=timeout)
         sys.excepthook = excepthook
-    if ours not in MADE:
-        with adopting(ours), _uncounted():
-            made = _c10d.new_group(
-                list(ours.ranks),
-                timeout=timedelta(seconds=ours.timeout_s),
-                backend=NAME,
-                use_local_synchronization=True,
-                **({"sort_ranks": False} if _KEEPS_ORDER else {}),
-            )
-            # torch versions that sort the ranks have numbered them differently.
-            _c10d.distributed_c10d._world.pg_group_ranks[made] = {r: i for i, r in enumerate(ours.ranks)}
-    return MADE[ours]
-
-
-@contextlib.contextmanager
-def _uncounted() -> Iterator[None]:
-    """Hide a group from torch's count of groups.
-
-    torch 2.15 and later counts a group that only some ranks create, too, and names later groups by that number.
-    """
-    torchs = _c10d.distributed_c10d._world
-    count = torchs.group_count
-    torchs.group_count = count + _FAR * (1 + len(MADE))  # the name must still be new
-    try:
-        yield
-    finally:
-        torchs.group_count = count
+    return group_of_torch(ours)
 
 
 publish(globals())

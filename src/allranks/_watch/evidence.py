@@ -185,7 +185,7 @@ class Evidence:
 def _is_pending(message: Message) -> bool:
     work = message.work()
     # Works of Python classes, such as those of allranks, complete the message in the thread that polls them.
-    if type(work) is not sys.modules["torch._C._distributed_c10d"].Work:
+    if work is None or type(work) is not sys.modules["torch._C._distributed_c10d"].Work:
         return False
     # gloo reports a message as completed only after the program has waited for it.
     return not work.is_completed()
