@@ -88,6 +88,34 @@ def test_subgroups_and_split_groups_have_the_requested_members() -> None:
     run_ranks(4, body)
 
 
+def test_merged_group_has_the_ranks_of_all_groups() -> None:
+    def body() -> None:
+        me = dist.get_rank()
+        server = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False) if me == 0 else None
+        port = [None if server is None else server.port]
+        dist.broadcast_object_list(port)
+        store = server or dist.TCPStore("127.0.0.1", port[0], 1, False)
+        part = dist.split_group(None, [[0, 1], [2, 3]])
+        made = dist.merge_remote_group(dist.PrefixStore("merge 1", store), 3, group=part) if me != 1 else None
+        if made is not None:
+            tensor = torch.tensor([10.0**me])
+            dist.all_reduce(tensor, group=made)
+            assert tensor.item() == 1101
+            assert made.size() == 3
+            dist.destroy_process_group(made)
+        dist.barrier()
+        if me == 1:  # the merge is complete
+            with pytest.raises(dist.UsageError, match="4 ranks have arrived at the store, more than size=3"):
+                dist.merge_remote_group(dist.PrefixStore("merge 1", store), 3)
+            with pytest.raises(dist.TimeoutError):
+                dist.merge_remote_group(dist.PrefixStore("merge 2", store), 2, timeout=0.5)
+            with pytest.raises(dist.UsageError, match="at least 1"):
+                dist.merge_remote_group(store, 0)
+        dist.barrier()
+
+    run_ranks(4, body)
+
+
 def test_local_synchronization_needs_only_the_members() -> None:
     def body() -> None:
         me = dist.get_rank()

@@ -292,14 +292,9 @@ def test_newer_interfaces_of_torch_groups_work_or_raise() -> None:
         for asked in (group, group._get_backend(torch.device("cpu"))):
             for name in dir(asked):
                 value = getattr(asked, name)
-                if name.startswith("supports_"):
-                    assert value is (name in ("supports_coalescing", "supports_reconfigure", "supports_shrinking")), (
-                        name
-                    )
+                if name.startswith("supports_") and not callable(value):
+                    assert value is (name not in ("supports_time_estimate", "supports_abort_hooks")), name
         for name, args in (
-            ("split_group", ([0],)),
-            ("merge_remote_group", (td.HashStore(), 1, TIMEOUT)),
-            ("new_window", ()),
             ("register_abort_hook", (1, lambda: None)),
             ("unregister_abort_hook", (1,)),
         ):
