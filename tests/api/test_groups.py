@@ -75,10 +75,11 @@ def test_subgroups_and_split_groups_have_the_requested_members() -> None:
         assert tensor.item() == 3
         part = dist.split_group(mine, [[0], [1]])
         assert part.size() == 1
-        three = dist.split_group(None, [[1, 2, 3]])
+        three = dist.split_group(None, [[3, 1, 2]])
         assert (three is None) == (me == 0)
         if three is not None:
-            assert three.ranks == (1, 2, 3)
+            assert three.ranks == (3, 1, 2)
+            assert three.rank() == (None, 1, 2, 0)[me]
             dist.barrier(three)
         with pytest.raises(dist.UsageError, match="does not divide"):
             dist.new_subgroups(3)

@@ -136,7 +136,7 @@ def split_group(
 
     Args:
         parent_pg: The group to split. None: the world.
-        split_ranks: The members of each part, as ranks of ``parent_pg``.
+        split_ranks: The members of each part, as ranks of ``parent_pg``, in the order of their ranks in the part.
         timeout: Timeout of the parts' calls, as a timedelta or in seconds. None: the parent's timeout.
         pg_options: Must be None: no options are supported.
         group_desc: Name of this rank's part in error messages.
@@ -159,7 +159,7 @@ def split_group(
         raise UsageError(f"split_group: split_ranks must name at least one part, not {split_ranks!r}")
     if pg_options is not None:
         raise UsageError(f"split_group: pg_options {pg_options!r} is not supported.\n  Omit pg_options.")
-    parts = [sorted(_checked(part, parent.size(), "split_ranks")) for part in split_ranks]
+    parts = [_checked(part, parent.size(), "split_ranks") for part in split_ranks]
     together = [rank for part in parts for rank in part]
     if twice := _repeated(together):
         raise UsageError(f"split_group: {twice} in more than one part.\n  Assign each rank to one part.")

@@ -294,7 +294,8 @@ def _split_group(
     name = MADE[parent].name()
     if backend is not None and str(backend).lower() != name:
         raise UsageError(f"split_group: the parts have the backend of their parent, {name}.\n  Omit backend.")
-    made = split_group(parent, split_ranks, timeout, pg_options, group_desc)
+    # These versions number the members by their ranks in the parent.
+    made = split_group(parent, list(map(sorted, split_ranks or [])), timeout, pg_options, group_desc)
     return None if made is None else group_of_torch(made)
 
 
