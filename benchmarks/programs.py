@@ -2,8 +2,8 @@
 
     python benchmarks/programs.py --json benchmarks/programs.json      # or: make bench-programs
 
-The programs come from packages on PyPI, unchanged. Dask, DeepSpeed and Ray Train have no program that runs alone on
-CPUs; benchmarks/programs/ contains substitutes. The packages are installed into a separate environment,
+The programs come from packages on PyPI, unchanged. Dask, DeepSpeed, Ray Train and anemoi-models have no program that runs
+alone on CPUs; benchmarks/programs/ contains substitutes. The packages are installed into a separate environment,
 build/programs-venv, on top of this one. Runs alternate, so that a drift of the machine's speed affects both alike.
 Medians are compared. The printed training results and the saved weights must be equal bit for bit, unless two runs on
 gloo differ as well.
@@ -33,20 +33,27 @@ VENV = ROOT / "build" / "programs-venv"
 FOLDER = ROOT / "build" / "programs"
 PACKAGES = (
     "accelerate==1.15.0",
+    "anemoi-utils==0.5.14",  # dependency of anemoi-models, as are einops, hydra-core, scipy and torch-geometric
     "datasets==5.2.0",
     "deepspeed==0.19.8",
     "distributed==2026.8.0",  # the distributed scheduler of Dask
+    "einops",
     "fairscale==0.4.13",
+    "hydra-core",
     "jsonargparse[signatures]==4.53.0",
     "lightning==2.6.6",
     "ray[train]==2.60.0",
     "requests",  # dependency of torchvision
     "scikit-learn",
+    "scipy",
+    "torch-geometric==2.8.1",
     "transformers==5.23.0",
     "trl==1.16.0",
 )
-# The last torchvision that can be imported without its compiled part, which newer wheels link against CUDA.
-WITHOUT_DEPENDENCIES = ("torchvision==0.15.2",)
+WITHOUT_DEPENDENCIES = (
+    "anemoi-models==0.19.0",  # its metadata excludes this version of torch
+    "torchvision==0.15.2",  # newer wheels link against CUDA and cannot be imported without it
+)
 
 TIMEOUT_S = 240  # a run that takes longer hangs
 ENVIRONMENT = {
@@ -153,6 +160,14 @@ PROGRAMS = (
         "{ours}/ray_train.py",
         results="result: .*",
         spawns=True,
+        asks="--backend allranks",
+    ),
+    Program(
+        "graph transformer, sharded",
+        "anemoi-models",
+        "{ours}/anemoi_sharding.py",
+        results="result: .*",
+        speed=r"seconds of a step: ([\d.]+)",
         asks="--backend allranks",
     ),
     *(
@@ -347,7 +362,9 @@ def report(program, runs):
     found = {mode: {(*each.results, each.weights) for each in them} for mode, them in runs.items()}
     row = {
         "program": program.name,
-        "package": next(wanted for wanted in PACKAGES if wanted.startswith(f"{program.package}==")),
+        "package": next(
+            wanted for wanted in (*PACKAGES, *WITHOUT_DEPENDENCIES) if wanted.startswith(f"{program.package}==")
+        ),
         "command": f"{program.script} {program.args}".strip(),
         "ranks": program.ranks,
         "compared": [f"{len(runs['gloo'][0].results)} lines"] * bool(program.results)
