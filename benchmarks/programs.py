@@ -2,8 +2,8 @@
 
     python benchmarks/programs.py --json benchmarks/programs.json      # or: make bench-programs
 
-The programs come from packages on PyPI, unchanged. Dask, DeepSpeed, Ray Train and anemoi-models have no program that runs
-alone on CPUs; benchmarks/programs/ contains substitutes. The packages are installed into a separate environment,
+The programs come from packages on PyPI, unchanged. Dask, DeepSpeed, Ray Train and anemoi-models have no program that
+runs alone on CPUs; benchmarks/programs/ contains substitutes. The packages are installed into a separate environment,
 build/programs-venv, on top of this one. Runs alternate, so that a drift of the machine's speed affects both alike.
 Medians are compared. The printed training results and the saved weights must be equal bit for bit, unless two runs on
 gloo differ as well.
