@@ -64,7 +64,7 @@ def test_layer_prints_the_same_with_mpi4py_and_with_allranks(tmp_path: Path) -> 
             )
         assert done.returncode == 0, done.stderr
         printed[version] = sorted(re.sub(r"^\[\d\] ", "", line) for line in done.stdout.splitlines())
-    assert len(printed["before"]) == 12
+    assert len(printed["before"]) == 15
     assert printed["after"] == printed["before"]
 
 
