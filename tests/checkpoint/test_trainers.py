@@ -14,17 +14,15 @@ from pathlib import Path
 import pytest
 
 from allranks import checkpoint
+from support.trainers import python_with
 
 ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / "build" / "trainers-venv" / "bin" / "python"
 
 
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., str]:
     """Return a function that runs an example on two ranks and returns the weights, which must be equal on both."""
-    if not PYTHON.exists():
-        missing = f"there is no {PYTHON.relative_to(ROOT)} with Lightning and Accelerate: make trainers"
-        pytest.fail(missing) if os.environ.get("ALLRANKS_TEST_ALL") == "1" else pytest.skip(missing)
+    python = python_with("lightning")
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environ = {**clean, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
@@ -38,7 +36,7 @@ def train(tmp_path: Path) -> Callable[..., str]:
             *options,
         ]
         done = subprocess.run(
-            [PYTHON, "-m", "allranks", "run", "-n", "2", *program],
+            [python, "-m", "allranks", "run", "-n", "2", *program],
             env=environ,
             capture_output=True,
             text=True,

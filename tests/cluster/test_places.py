@@ -158,6 +158,10 @@ RANKS = {
     "by hand": ({"RANK": "0", "WORLD_SIZE": "2"}, Here("torchrun", "rank", 0, 2)),
     "THD": ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n0:29500"}, Here("torchrun", "rank", 1, 2, leader="n0")),
     "PyTorchJob's pod": (PYTORCHJOB, Here("torchrun", "rank", 1, 3, leader="train-master-0")),
+    "Open MPI, all ranks here": (
+        OPENMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_SERVER_URI2": "prterun-node0-6491@0.0;tcp4://10.0.0.1:1"},
+        Here("openmpi", "rank", 3, 4, 1, 4, job="prterun-node0-6491@1 prterun-node0-6491@0.0;tcp4://10.0.0.1:1"),
+    ),
     "Open MPI": (OPENMPI, Here("openmpi", "rank", 3, 4, 1, 2, job=OPENMPI["PMIX_NAMESPACE"])),
     "MVAPICH2": (MVAPICH, Here("mvapich", "rank", 1, 4, 1, 2)),
     "MPICH": (MPICH, Here("mpich", "rank", 1, 2, 0, 1, pmi=11)),
@@ -228,6 +232,10 @@ NODES = {
     ),
     # With several tasks per node, each task is a rank, also if it is a launcher.
     "srun": (STEP, RANKS["srun"][1]),
+    "Open MPI, all ranks here": (
+        OPENMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_SERVER_URI2": "prterun-node0-6491@0.0;tcp4://10.0.0.1:1"},
+        Here("openmpi", "rank", 3, 4, 1, 4, job="prterun-node0-6491@1 prterun-node0-6491@0.0;tcp4://10.0.0.1:1"),
+    ),
     "Open MPI": (OPENMPI, RANKS["Open MPI"][1]),
     "torchrun": (TORCHRUN, RANKS["torchrun"][1]),
     "a rank in a pod": (KUBEFLOW | TORCHRUN, RANKS["torchrun"][1]),

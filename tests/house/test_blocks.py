@@ -58,6 +58,7 @@ OTHERS = {
     ("docs/tracing.md", "with dist.trace.record"): "trace/",
     ("docs/hangs.md", "# hang.py"): "watch/test_guide.py",
     ("docs/moving.md", " # layer.py"): "house/test_moving.py",
+    ("docs/serve_on_cpus.md", "from transformers import"): "plugin/test_transformers.py",
     ("docs/extending.md", "# pyproject.toml"): "conformance/",
     ("docs/extending.md", "from allranks.schedulers"): "hosts/test_own_scheduler.py",
     ("docs/extending.md", "[project.entry-points"): "hosts/test_own_scheduler.py",

@@ -10,15 +10,22 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
+from support.trainers import python_with
 
 ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / "build" / "trainers-venv" / "bin" / "python"
 
 
 def values(backend: str) -> dict[str, list[str]]:
     """Run the program; return the lines that each rank prints, by rank."""
-    command = [PYTHON, "-m", "allranks", "run", "-n", "2", ROOT / "examples/trainers/torchmetrics_values.py"]
+    command = [
+        python_with("torchmetrics"),
+        "-m",
+        "allranks",
+        "run",
+        "-n",
+        "2",
+        ROOT / "examples/trainers/torchmetrics_values.py",
+    ]
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
         [*command, "--backend", backend],
@@ -31,9 +38,6 @@ def values(backend: str) -> dict[str, list[str]]:
 
 
 def test_metric_values_equal_those_of_gloo() -> None:
-    if not PYTHON.exists():
-        missing = f"there is no {PYTHON.relative_to(ROOT)} with torchmetrics: make trainers"
-        pytest.fail(missing) if os.environ.get("ALLRANKS_TEST_ALL") == "1" else pytest.skip(missing)
     ours = values("allranks")
     assert ours == values("gloo")
     assert ours["[0] "] == ours["[1] "]

@@ -19,6 +19,11 @@ __all__ = ["SCHEDULER"]
 def _read_openmpi(read: Reader, context: LaunchContext) -> LaunchContext:
     read.text("PMIX_HOSTNAME", "Name of this host in Open MPI.")
     job = read.text("PMIX_NAMESPACE", "The job. Its PMIx server provides the host of rank 0.")
+    # The namespace consists of host and PID of mpirun. Containers that share the host's network can have both in
+    # common, but not the port of the server. Ranks of several hosts have several servers, so they cannot use it.
+    if job and context.local_size == context.size:
+        server = read.text("PMIX_SERVER_URI2", "The PMIx server of this host. It distinguishes jobs in containers.")
+        job = f"{job} {server}".rstrip()
     return replace(context, job=job)
 
 
