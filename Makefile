@@ -176,6 +176,7 @@ build/torch-%/installed: .ci/torch_without_cuda.py | $(VENV)/installed
 	@echo 'Installing torch $* into $(@D), with what $(VENV) has besides'
 	$(BIN)/python -m venv --clear $(@D)
 	$(BIN)/python .ci/torch_without_cuda.py $(@D)/bin/python $*
+	$(@D)/bin/python -m pip install $(PIP) 'tabulate==0.10.0' 'requests==2.34.2'  # for the pages of torch's debug server
 	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > $$($(@D)/bin/python $(PURELIB))/venv.pth
 	touch $@
 

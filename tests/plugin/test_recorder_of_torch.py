@@ -1,7 +1,11 @@
 """torch's flight recorder (torch 2.15 and later) records calls on groups of allranks if it is enabled."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,3 +57,70 @@ def test_dump_of_flight_recorder_contains_completed_and_pending_calls() -> None:
         assert "[0, 1]" in [config["ranks"] for config in dump()["pg_config"].values()]
 
     run_ranks(2, body, env={"TORCH_FR_BUFFER_SIZE": "100"})
+
+
+PROGRAM = """
+import json, os, pickle, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+
+C = torch._C._distributed_c10d
+dist.init_process_group("gloo")
+group = dist.new_group([0, 1])
+tensor = torch.ones(2, 3)
+dist.all_reduce(tensor)
+dist.broadcast(tensor, 0, group=group)
+dist.reduce(tensor, 1)
+dist.all_reduce(tensor, group=group, async_op=True).wait()
+dist.all_gather([torch.empty(2, 3), torch.empty(2, 3)], tensor)
+dist.barrier()
+def calls(trace):
+    return [(*e["process_group"], e["collective_seq_id"], e["profiling_name"], list(e["input_sizes"]), e["retired"])
+            for e in trace["entries"]]
+found = calls(json.loads(C._dump_fr_trace_json()))
+assert calls(pickle.loads(C._dump_fr_trace(includeStackTraces=False))) == found
+assert calls(pickle.loads(C._dump_fr_trace(True, False, False, "gloo"))) == found
+frames = pickle.loads(C._dump_fr_trace())["entries"][0]["frames"]
+assert any(frame["filename"] == __file__ for frame in frames)
+C._dump_fr_trace_file(dist.get_rank())
+in_file = calls(pickle.loads(Path(f"{sys.argv[1]}{dist.get_rank()}").read_bytes()))
+C._reset_fr_trace()
+assert not json.loads(C._dump_fr_trace_json()).get("entries")
+print(json.dumps([found, in_file]))
+"""
+
+
+def record(folder: Path, *options: str) -> tuple[Any, Any]:
+    """Run the program; return the calls that rank 0 reads from the recorder and from the dumped file."""
+    script = folder / "program.py"
+    script.write_text(PROGRAM)
+    prefix = str(folder / "dump_")
+    environ = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100", "TORCH_FR_DUMP_TEMP_FILE": prefix}
+    command = [sys.executable, "-m", "allranks", "run", "-n", "2", *options, str(script), prefix]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("[0] [[")]
+    found, in_file = json.loads(line.removeprefix("[0] "))
+    return found, in_file
+
+
+def test_record_of_groups_instead_of_gloo_is_the_record_of_gloo(tmp_path: Path) -> None:
+    on_gloo, file_of_gloo = record(tmp_path)
+    assert len(on_gloo) == 6
+    assert file_of_gloo == on_gloo
+    on_allranks, in_file = record(tmp_path, "--instead-of-gloo")
+    assert on_allranks == on_gloo
+    # torch writes the file in C++, with its own name of the backend.
+    assert json.loads(json.dumps(in_file).replace("allranks:", "gloo:")) == on_gloo
+
+
+def test_watcher_does_not_make_calls_use_the_recorder() -> None:
+    """``allranks run`` enables torch's recorder for the watcher, which reads no record of allranks."""
+
+    def body() -> None:
+        group = td.new_group([0, 1], backend="allranks")
+        assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
+        td.all_reduce(torch.ones(1), group=group)
+        assert dump().get("entries", []) == []
+
+    run_ranks(2, body, env={"ALLRANKS_WATCH": "1"})

@@ -10,13 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from allranks._base.errors import AllranksError, NotInitializedError, UsageError
+from allranks._base.errors import AllranksError, MismatchError, NotInitializedError, TimeoutError, UsageError
 from allranks._base.timeouts import seconds_of
+from allranks._call.debug import DebugLevel, get_debug_level
 from allranks._call.types import PremulSum, ReduceOp, premul_sum
 from allranks._call.work import Complete, Then, Together, Work
 from allranks._engines.checks import check_apart
@@ -31,6 +33,7 @@ __all__ = ["OPS", "Calls", "tensors_in"]
 
 _c10d: Any = torch.distributed
 _NOW = timedelta(0)
+_GLOOS = "\n  gloo's message: "
 _KINDS = _c10d.ReduceOp.RedOpType
 OPS = {_c10d.ReduceOp(getattr(_KINDS, op.name)): op for op in ReduceOp if op is not ReduceOp.PREMUL_SUM}
 """allranks's ops by torch's ops, without PREMUL_SUM, which has a factor."""
@@ -66,13 +69,19 @@ class Calls:
         self.count = 0
         self.coalesced: list[Work] | None = None
         self.failure: AllranksError | None = None
+        # A collective then completes before it returns, so that a mismatch is raised by the call. On gloo, torch's
+        # wrapper also compares the calls of all ranks before it starts a collective.
+        self._detail = get_debug_level() is DebugLevel.DETAIL
 
     def restart(self) -> None:
         """Reset the record of calls and failures, because the group has other members."""
         self.count, self.coalesced, self.failure = 0, None, None
 
-    def note(self, error: AllranksError) -> None:
-        """Record the error if it means that the group is broken."""
+    def note(self, error: AllranksError, words: str = "") -> None:
+        """Record the error if it means that the group is broken. ``words`` is gloo's text for a timeout."""
+        if isinstance(error, TimeoutError):
+            late = self.group.rank() in error.ranks
+            _add(error, "Connection closed by peer" if late else words or _timed_out(self.group.timeout_s))
         if self.failure is None and not isinstance(error, UsageError):
             self.failure = error
 
@@ -231,13 +240,13 @@ class Calls:
         return self._call(opts, self.group.barrier)
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> TorchWork:
-        return self._started(self.group.isend(_only("send", "tensor list", tensors), dst, tag))
+        return self._message(self.group.isend, _only("send", "tensor list", tensors), dst, tag)
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> TorchWork:
-        return self._started(self.group.irecv(_only("recv", "tensor list", tensors), src, tag))
+        return self._message(self.group.irecv, _only("recv", "tensor list", tensors), src, tag)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> TorchWork:
-        return self._started(self.group.irecv(_only("recv_anysource", "tensor list", tensors), None, tag))
+        return self._message(self.group.irecv, _only("recv_anysource", "tensor list", tensors), None, tag)
 
     # --- coalesced calls ---
 
@@ -260,48 +269,75 @@ class Calls:
                 verb(*args)
                 return DONE
             work = verb(*args, async_op=True)
-            return DONE if work is None else self._started(work)
+            return DONE if work is None else self._begun(work)
         except AllranksError as error:
             self.tell(error, (*args, opts))
             raise
 
     def tell(self, error: AllranksError, given: Sequence[Any]) -> None:
-        """Add gloo's text to the error of an invalid call. Record any other error. ``given`` ends with the options."""
+        """Add gloo's text to the error of a collective, and record the error. ``given`` ends with the options."""
         if isinstance(error, NotInitializedError):
             return
         *args, opts = given
-        if isinstance(error, UsageError) and (words := _in_gloos_words(self.group.size(), opts, args)):
-            error.args = (f"{error}\n  gloo's message: {words}",)
-        self.note(error)
+        words = ""
+        if isinstance(error, UsageError):
+            _add(error, _in_gloos_words(self.group.size(), opts, args))
+        elif self._detail and isinstance(error, MismatchError):
+            _add(error, "Detected mismatch between collectives on ranks")
+        elif isinstance(error, TimeoutError):
+            limit_s = opts.timeout.total_seconds() if opts.timeout > _NOW else self.group.timeout_s
+            words = _monitored(self.group.rank(), error.ranks, limit_s) if self._detail else _timed_out(limit_s)
+        self.note(error, words)
 
     def _call_now(self, opts: Any, verb: Callable[..., Work | None], *args: Any) -> None:
         self.count += 1
-        work = verb(*args, async_op=True)
-        if work is not None:
-            TorchWork.of(work, self.note).wait(opts.timeout if opts.timeout > _NOW else None)
+        try:
+            work = verb(*args, async_op=True)
+            if work is not None:
+                work.wait(opts.timeout if opts.timeout > _NOW else None)
+        except AllranksError as error:
+            self.tell(error, (*args, opts))
+            raise
 
     def _calls_of(self, opts: Any, calls: Sequence[Callable[[], Work | None]]) -> TorchWork:
         self.count += 1
-        together = Together([work for work in [call() for call in calls] if work is not None])
-        if opts.timeout > _NOW:
-            return self._limited(opts, together, opts.timeout)
-        if opts.asyncOp:
-            return self._started(together)
-        TorchWork.of(together, self.note).wait()
-        return DONE
+        try:
+            together = Together([work for work in [call() for call in calls] if work is not None])
+            if opts.timeout > _NOW:
+                return self._limited(opts, together, opts.timeout)
+            if opts.asyncOp:
+                return self._begun(together)
+            together.wait()
+            return DONE
+        except AllranksError as error:
+            self.tell(error, (opts,))
+            raise
 
     def _limited(self, opts: Any, work: Work | None, limit: timedelta) -> TorchWork:
         if work is None:
             return DONE
         if opts.asyncOp:
-            return self._started(_CallWithTimeout(work, limit))
-        TorchWork.of(work, self.note).wait(limit)
+            return self._begun(_CallWithTimeout(work, limit), _timed_out(limit.total_seconds()))
+        work.wait(limit)
         return DONE
 
-    def _started(self, work: Work) -> TorchWork:
+    def _begun(self, work: Work, words: str = "") -> TorchWork:
+        """Return the Work of an asynchronous collective. ``words`` is gloo's text if it times out."""
+        if self._detail:
+            work.wait()
+        return self._started(work, words)
+
+    def _message(self, verb: Callable[..., Work], *args: Any) -> TorchWork:
+        try:
+            return self._started(verb(*args))
+        except AllranksError as error:
+            self.note(error)
+            raise
+
+    def _started(self, work: Work, words: str = "") -> TorchWork:
         if self.coalesced is not None:
             self.coalesced.append(work)
-        return TorchWork.of(work, self.note)
+        return TorchWork.of(work, partial(self.note, words=words) if words else self.note)
 
     def _of_root(self, verb: str, what: str, lists: Sequence[Sequence[Tensor]], opts: Any) -> Sequence[Tensor] | None:
         """Return the list that only the root passes."""
@@ -389,6 +425,23 @@ def _in_gloos_words(size: int, opts: Any, args: Sequence[Any]) -> str:
     if len({tensor.shape for tensor in tensors}) > 1:
         return "invalid tensor size: they differ"
     return ""
+
+
+def _add(error: AllranksError, words: str) -> None:
+    """Add gloo's text to an error, for programs that match it. A later call may raise the same error again."""
+    if words and _GLOOS not in str(error):
+        error.args = (f"{error}{_GLOOS}{words}",)
+
+
+def _timed_out(limit_s: float) -> str:
+    return f"Timed out waiting {limit_s * 1000:.0f}ms for recv operation to complete"
+
+
+def _monitored(rank: int, missing: Sequence[int], limit_s: float) -> str:
+    """Return the text of torch's wrapper of gloo, which makes a monitored barrier before each collective."""
+    if rank != 0:
+        return "Please check rank 0 logs for faulty rank"
+    return f"Ranks {', '.join(map(str, missing))} failed to pass monitoredBarrier in {limit_s * 1000:.0f} ms"
 
 
 def _check_distinct(verb: str, tensors: Sequence[Tensor]) -> None:

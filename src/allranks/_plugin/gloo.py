@@ -7,12 +7,15 @@ the backend stays "gloo".
 
 from __future__ import annotations
 
+import os
 import sys
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as c10d
+
+from allranks._plugin.recorder import record_instead_of_gloo
 
 __all__ = ["stand_in"]
 
@@ -28,6 +31,7 @@ def stand_in() -> None:
     _gloo = _c10d.ProcessGroupGloo
     if hasattr(_c10d.Backend, "_ensure_backend_registered"):  # torch 2.15 and later: the first registration wins
         _c10d.Backend.register_backend("gloo", _create, extended_api=True, devices=["cpu", "cuda"])
+        record_instead_of_gloo(os.environ)
     else:
         _c10d.distributed_c10d.ProcessGroupGloo = _c10d.ProcessGroupGloo = InsteadOfGloo
 

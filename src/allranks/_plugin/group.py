@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,7 @@ from allranks._base.errors import AllranksError, PeerLostError, TimeoutError, Us
 from allranks._base.verbs import VERBS
 from allranks._call.callsite import NOWHERE, line_of
 from allranks._core import Sites, TorchCall
+from allranks._plugin import recorder
 from allranks._plugin.calls import OPS, Calls, tensors_in
 from allranks._plugin.names import NAME
 from allranks._plugin.operators import BACKENDS_IN_PYTHON, Operator, install, make_backend
@@ -40,9 +42,12 @@ _torch: Any = torch
 _c10d: Any = torch.distributed
 _C: Any = torch._C._distributed_c10d
 _Base: Any = _c10d.ProcessGroup
-_profiling: Callable[[], bool] = _torch.autograd._profiler_enabled
+_profiling: Callable[[], bool] = _torch.autograd._profiler_enabled  # in this thread
+# In any thread, because a profiler can record all threads: that of torch's debug server does.
+_profiling_anywhere: Callable[[], bool] = partial(vars(_torch.autograd.profiler).__getitem__, "_is_profiler_enabled")
 _modes: Callable[[], int] = _torch._C._len_torch_dispatch_stack
 _functorch: Callable[[], int | None] = _torch._C._functorch.maybe_current_level
+_OBSERVERS = [_profiling, _profiling_anywhere, _modes, _functorch]
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 _OLD = {  # names in torch before 2.12
@@ -58,12 +63,10 @@ _OLD = {  # names in torch before 2.12
 def _torch_hooks(environ: Mapping[str, str]) -> bool:
     """Return whether a feature is requested that torch 2.15 and later implements by C++ hooks of its operators.
 
-    torch also attaches its recorder if it is not requested. A call through the operators takes three times as long.
+    A call through the operators takes three times as long.
     """
-    sizes = [environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
-    asked = next((size for size in sizes if size), "0")
-    records = hasattr(_c10d.distributed_c10d, "_maybe_attach_flight_recorder") and asked.strip() != "0"
-    return records or (hasattr(_C, "NanCheckHook") and environ.get("TORCH_DIST_NAN_CHECK") == "1")
+    checks = hasattr(_C, "NanCheckHook") and environ.get("TORCH_DIST_NAN_CHECK") == "1"
+    return checks or recorder.is_requested(environ)
 
 
 class Derivation(NamedTuple):
@@ -382,7 +385,7 @@ def _reader(verb: str, form: Sequence[type]) -> TorchCall | None:
         return None
     short, tensor, pieces = _READ[verb]
     ops, rooted = OPS if VERBS[short].reduces else {}, bool(VERBS[short].root)
-    return TorchCall(short, len(form), tensor, pieces, form[-1], ops, rooted, [_profiling, _modes, _functorch], _SITES)
+    return TorchCall(short, len(form), tensor, pieces, form[-1], ops, rooted, _OBSERVERS, _SITES)
 
 
 def _verb(verb: str, name: str, *form: type) -> None:
@@ -410,6 +413,7 @@ def _verb(verb: str, name: str, *form: type) -> None:
             [*map(type, given)] == types
             and not named
             and not _profiling()
+            and not _profiling_anywhere()
             and not _modes()
             and _functorch() is None
             and not (self._watched and self._must_see(given))

@@ -122,8 +122,13 @@ class Operator:
 
 
 def _carry_out(calls: Calls, backend: str, method: str, *args: Any) -> TorchWork:
-    with _Event(f"{backend}:{_SPANS.get(method, method)}", args[:2]):
+    event = _Event(f"{backend}:{_SPANS.get(method, method)}", args[:2])
+    event.__enter__()
+    try:
         work: TorchWork = getattr(calls, method)(*args)
+    finally:
+        # The last reference ends the span. __exit__ raises if a profiler of all threads has started during the call.
+        del event
     # The innermost operator: observers may call further operators within one.
     if _open.operators:
         _open.operators[-1].works.append(work)

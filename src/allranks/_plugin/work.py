@@ -33,6 +33,7 @@ __all__ = ["DONE", "TorchWork", "finish_all", "finished_futures"]
 # torch's annotations cover little of the API that is used here.
 _torch: Any = torch
 _c10d: Any = torch.distributed
+_WAITS = {"words": "Operation timed out!"}  # gloo's text if a wait with its own timeout times out
 _BACKWARD = _engine_run_backward.__code__
 
 
@@ -48,13 +49,13 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]
     _calls: Any
     _future: Any
     _made: Work
-    _note: Callable[[AllranksError], None] | None
+    _note: Callable[..., None] | None
     _started: Started | None
     _waited: bool
 
     @staticmethod
-    def of(work: Work, note: Callable[[AllranksError], None] | None = None) -> TorchWork:
-        """Wrap a Work. ``note`` is called with the error of the call."""
+    def of(work: Work, note: Callable[..., None] | None = None) -> TorchWork:
+        """Wrap a Work. ``note`` is called with the error of the call, and ``words`` if gloo's text depends on it."""
         made = TorchWork()
         made._made = work
         made._note = note
@@ -94,7 +95,7 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]
             self._waited = self._work.wait(timeout or None)
         except AllranksError as error:
             if self._note is not None:
-                self._note(error)
+                self._note(error, **_WAITS if timeout else {})
             raise
         return True
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import pickle
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -213,10 +214,16 @@ def _call(
     )
 
 
+def _dump_function() -> Callable[..., bytes] | None:
+    """Return torch's function that dumps gloo's Flight Recorder. None if this torch has none."""
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace", None)
+    # `_plugin.recorder` wraps it to dump groups of allranks, which report their waits themselves.
+    return None if dump is None else inspect.unwrap(dump)
+
+
 def _status() -> dict[str, object]:
     """Return for each group with a collective in progress a value that is equal as long as none begins or ends."""
-    c10d = sys.modules.get("torch._C._distributed_c10d")
-    dump = getattr(c10d, "_dump_fr_trace", None)
+    dump = _dump_function()
     if dump is None:
         return {}
     # Without the calls, the dump holds only the counters of each group, and costs microseconds.
@@ -230,7 +237,7 @@ def _status() -> dict[str, object]:
 
 def _dump() -> Mapping[str, Any]:
     """Return the dump of the Flight Recorder with the Python frames of the calls. Empty if this torch has none."""
-    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace", None)
+    dump = _dump_function()
     if dump is None:
         return {}
     torch = sys.modules["torch"]

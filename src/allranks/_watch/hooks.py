@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from allranks._watch.watcher import Watcher
 
-__all__ = ["install"]
+__all__ = ["install", "recorder_is_enabled_here"]
 
 _WATCH = "ALLRANKS_WATCH"  # `_cluster.env` declares it; torch's import should not load that module
+
+recorder_is_enabled_here: bool = False
+"""The watcher, and not the user, has enabled torch's Flight Recorder in this process."""
 
 _watcher: Watcher | None = None
 _started = 0
@@ -59,13 +62,15 @@ def install(c10d: Any) -> None:
 
 
 def _start(c10d: Any, rank: int, size: int, store: Any) -> None:
-    global _watcher, _started
+    global _watcher, _started, recorder_is_enabled_here
     from allranks._cluster.env import ABORT_AFTER, WATCH_FOLDER, notice_seconds, read_seconds
     from allranks._watch.messages import record_messages
     from allranks._watch.watcher import Watcher
 
     # torch reads it when the first group is created. 0 would record nothing.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    if "TORCH_FR_BUFFER_SIZE" not in os.environ:
+        os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
+        recorder_is_enabled_here = True
     if _watcher is not None:
         _watcher.stop()
         _watcher = None

@@ -58,7 +58,7 @@ def explain(
     if kind == "forked":
         return refusal(f"{verb} on group '{group}': the group")
     ranks = _Ranks(rank, members, last_calls)
-    number, noticed = "", ""
+    number, within, noticed = "", "", ""
     # Facts of another rank belong to its call. Only this rank's own facts have the number of this call.
     if reporter == rank:
         number = f" #{call}" if call else ""
@@ -73,6 +73,8 @@ def explain(
         # numbers.
         missing = ranks.behind() if peer == -1 else waiting_for or [peer]  # -1: a wait with a timeout of its own
         goes_on = goes_on or peer == -1
+        if rank in missing and reporter not in (-1, rank) and not _cycle(waits):
+            return _late(here, ranks, missing, f"{ranks.name(reporter)} timed out{within}", seconds)
         return _timeout(f"{here}: ", noticed, ranks, missing, goes_on, seconds, waits, unasked)
     if kind == "closed":
         return UsageError(
@@ -148,6 +150,17 @@ def _timeout(
     if unasked:
         lines.append(_unasked(unasked))
     error = TimeoutError("\n".join([*lines, hint]) + noticed)
+    error.ranks = tuple(missing)
+    return error
+
+
+def _late(here: str, ranks: _Ranks, missing: Sequence[int], what: str, seconds: float) -> TimeoutError:
+    """Return the error of a rank for which another rank has waited too long."""
+    awaited = ["this rank", *(ranks.name(other) for other in missing if other != ranks.rank)]
+    error = TimeoutError(
+        f"{here}: {what}, after it had waited for {' and '.join(awaited)} for {seconds:.1f} s.\n"
+        "  Set a longer timeout with init_process_group(timeout=...)."
+    )
     error.ranks = tuple(missing)
     return error
 
