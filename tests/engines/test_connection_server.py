@@ -51,7 +51,7 @@ class Pair:
             other = 1 - i
             target = (members[other].addresses, self.servers[other].port)
             targets = [target if r == other else None for r in range(2)]
-            self.groups.append(tcp.PeerConnections(server, i, members, targets, secret, token))
+            self.groups.append(tcp.PeerConnections(server, "world", i, members, targets, secret, token))
         self.comms = [Comm(), Comm()]
         for group, comm in zip(self.groups, self.comms, strict=True):
             group.comm = comm  # type: ignore[assignment]

@@ -340,8 +340,9 @@ class NativeEngine(Engine):
     def empty_shared(self, nbytes: int) -> Tensor:
         if len(self.members) == 1:
             return super().empty_shared(nbytes)
+        failure = f"{nbytes} bytes could not be allocated on every rank: "
         if self._spans_hosts:
-            self._compare_sizes(self._vote("empty_shared", _SIZE.pack(nbytes), ""))
+            self._compare_sizes(self._vote("empty_shared", _SIZE.pack(nbytes), "", failure))
             return super().empty_shared(nbytes)
         # If one rank fails, all ranks still take part in both votes, so that all of them get the failure.
         offer, refused = None, ""
@@ -351,7 +352,7 @@ class NativeEngine(Engine):
         except (OSError, _core.Failure) as error:
             refused = self._in_words(error)
         record = offer.record if offer else bytes(OFFER_BYTES)
-        rows = self._vote("empty_shared", _SIZE.pack(nbytes) + record, refused)
+        rows = self._vote("empty_shared", _SIZE.pack(nbytes) + record, refused, failure)
         self._compare_sizes(rows)
         # Block 0 denotes private memory (docs/decisions/014), so the number must not be 0.
         if offer is None:
@@ -372,7 +373,7 @@ class NativeEngine(Engine):
         # This all_gather compares the calls of all ranks, so a rank that makes another call gets a mismatch error.
         except (OSError, AllranksError, _core.Failure) as error:
             refused = self._in_words(error)
-        self._vote("empty_shared", b"", refused)
+        self._vote("empty_shared", b"", refused, failure)
         assert block is not None
         memory = (ctypes.c_ubyte * nbytes).from_address(block.address)
         memory.block = block  # type: ignore[attr-defined]  # the block lives as long as a tensor on it does
@@ -401,7 +402,7 @@ class NativeEngine(Engine):
                 Descriptor.of(lambda: os.dup(memory.memory.fileno()) if memory else _core.create_memory(1))
             )
         except (OSError, _core.Failure) as error:
-            failure = failure or self._in_words(error)
+            failure = failure or f"the memory cannot be shared: {self._in_words(error)}"
         mine = _SIZE.pack(nbytes) + (offer.record if offer else bytes(OFFER_BYTES)) + record
         try:
             rows = self._vote(call, mine, failure)
@@ -424,7 +425,7 @@ class NativeEngine(Engine):
                 size = _SIZE.unpack_from(rows[r])[0]
                 made[r] = map_memory(part, size)
         except (OSError, AllranksError, _core.Failure) as error:
-            failure = self._in_words(error)
+            failure = f"the memory of another rank cannot be mapped: {self._in_words(error)}"
         self._vote(call, b"", failure)
         return [(row[_SIZE.size + OFFER_BYTES :], made.get(r)) for r, row in enumerate(rows)]
 
@@ -441,8 +442,11 @@ class NativeEngine(Engine):
         if self.forks != forks():
             raise refusal(f"window on group '{self.group_name}': the group")
 
-    def _vote(self, call: str, record: bytes, refused: str) -> list[bytes]:
-        """Return the records of all ranks. Raise on every rank if any rank has failed. Ranks compare the call."""
+    def _vote(self, call: str, record: bytes, refused: str, failure: str = "") -> list[bytes]:
+        """Return the records of all ranks, which also compare the call. Raise on every rank if any rank has failed.
+
+        ``failure``: the beginning of the error. ``refused``: why this rank has failed.
+        """
         mine = bytes([not refused]) + record
         rows = torch.empty(len(self.members), len(mine), dtype=torch.uint8, device="cpu")
         with part_of(call):
@@ -451,7 +455,7 @@ class NativeEngine(Engine):
         if failed := [r for r, vote in enumerate(votes) if not vote[0]]:
             reason = refused or f"see the error of {rank_list(failed)}"
             raise AllranksError(
-                f"{call} on group '{self.group_name}' (rank {self.rank} of {len(self.members)}): {reason}"
+                f"{call} on group '{self.group_name}' (rank {self.rank} of {len(self.members)}): {failure}{reason}"
             )
         return [vote[1:] for vote in votes]
 
@@ -464,8 +468,7 @@ class NativeEngine(Engine):
             )
 
     def _in_words(self, error: Exception) -> str:
-        words = str(self.explain(error, "empty_shared") if isinstance(error, _core.Failure) else error)
-        return f"the memory could not be allocated or mapped: {words}"
+        return str(self.explain(error, "empty_shared") if isinstance(error, _core.Failure) else error)
 
     def last_numbers(self) -> Sequence[int] | None:
         return [number for number, _ in self.comm.last_calls()]
