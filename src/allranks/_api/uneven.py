@@ -70,7 +70,7 @@ def all_gather_v(
         sizes, exchange them first with ``all_gather``.
 
     Cost:
-        For n bytes in all, n bytes read per rank. Small: one latency. From 128 KiB on, with 3 ranks or more: a
+        For n bytes in all, n bytes read per rank. Small: one latency. From 1 MiB on, with 3 ranks or more: a
         broadcast of each tensor.
 
     Example:

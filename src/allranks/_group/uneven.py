@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 __all__ = ["UnevenCollectives"]
 
-_BROADCAST_BYTES = 128 << 10
-"""Results of this size are gathered by broadcasts.
+_BROADCAST_BYTES = 1 << 20
+"""Results of at least this size are gathered by broadcasts.
 
 An all_to_all takes one latency, but every rank writes its tensor once for each other rank. A broadcast writes it once.
-(4 ranks on 2 CPUs, all_to_all against broadcasts: TODO)
+(On 2 CPUs, all_to_all against broadcasts. 32 MiB: 5.7 and 4.0 ms with 4 ranks, 16 and 10 ms with 8. 256 KiB: 60 and 72
+us with 4 ranks, 311 and 333 us with 8. Two ranks: the same writes.)
 """
 
 
