@@ -36,6 +36,7 @@ __all__ = ["Allocation", "NativeWindow", "WindowConnections", "allocate", "alloc
 
 _SLICE_S = 0.05  # seconds between two checks for lost ranks and signals of the system
 _LOST_AFTER_S = 15  # seconds until a vanished host ends a connection, as for the other connections (``tcp``)
+_SMALL_BYTES = 16 << 10  # a payload that is copied behind its head, which costs less than a second system call
 _HEAD = struct.Struct("!BxxxIQQ")  # kind, number of the window, offset or number of the request, bytes of the payload
 
 
@@ -343,6 +344,8 @@ class WindowConnections:
         with suppress(OSError):  # it has closed, which the thread of the connection detects
             connection.send(greeting)
         keep_alive(connection, _LOST_AFTER_S, must_read=False)
+        # Otherwise a signal could wait 40 ms for the acknowledgement of an earlier request.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(False)
         with self.changed:
             self._connections[peer] = _Connection(self, peer, connection)
@@ -447,11 +450,13 @@ class _Connection:
 
     def send(self, kind: _Kind, number: int, position: int, payload: memoryview, nbytes: int | None = None) -> None:
         """Send a frame. Return when the kernel has the payload, so that the caller may change it."""
-        head = _HEAD.pack(kind, number, position, len(payload) if nbytes is None else nbytes)
+        head = memoryview(_HEAD.pack(kind, number, position, len(payload) if nbytes is None else nbytes))
         with self._writing:
             try:
-                for part in (memoryview(head), payload):
-                    self._send_all(part)
+                # One packet, if the payload is small.
+                self._send_all(memoryview(b"".join((head, payload))) if len(payload) <= _SMALL_BYTES else head)
+                if len(payload) > _SMALL_BYTES:
+                    self._send_all(payload)
             except BaseException as error:
                 # A part of the frame may have been sent, so nothing can follow it.
                 self.fail(reason(error) if isinstance(error, OSError) else "a call was interrupted")
