@@ -107,7 +107,7 @@ def helper_of(caller: FrameType | None) -> Mapping[str, Any] | None:
 def asks_for_default(caller: FrameType | None) -> bool:
     """Return whether torch creates its default group, and not a program another group in addition.
 
-    Programs whose ranks are in two worlds (OpenRLHF, verl, TRL: a trainer and its inference engines) call torch's
+    Programs whose ranks are in two worlds (OpenRLHF, slime, SGLang: a trainer and its inference engines) call torch's
     function that creates groups themselves. They pass a store of their own and no ranks.
     """
     if helper_of(caller) is None:
@@ -116,7 +116,11 @@ def asks_for_default(caller: FrameType | None) -> bool:
     outer = caller.f_back
     if outer is not None and outer.f_code is _c10d.distributed_c10d._new_process_group_helper.__code__:
         outer = outer.f_back  # the wrapper of the watcher
-    return outer is None or outer.f_code.co_name == _c10d.init_process_group.__name__
+    # The name alone does not decide: OpenRLHF and slime have a function of their own with the same name.
+    return outer is None or (
+        outer.f_code.co_name == _c10d.init_process_group.__name__
+        and outer.f_globals is vars(_c10d.distributed_c10d)
+    )
 
 
 @contextlib.contextmanager
@@ -147,7 +151,7 @@ def _the_world(about: Any) -> ProcessGroup:
     membership = MembershipStore.of_elastic_job(None, timeout_s=timeout_s)
     if membership is not None:
         return _the_elastic_world(membership, rank, size, timeout_s)
-    meeting = _meet(about, rank, size, timeout_s)
+    meeting = rendezvous.join(None, rank=rank, world_size=size, timeout_s=timeout_s, store=_of_attempt(about.store))
     return establish(_ENGINE, meeting, "world", timeout_s)
 
 
@@ -163,11 +167,13 @@ def _the_elastic_world(membership: MembershipStore, rank: int, size: int, timeou
     return made
 
 
-def _meet(about: Any, rank: int, size: int, timeout_s: float) -> rendezvous.JobMeeting:
-    # torchrun restarts ranks on the same store, which still contains the keys of the last attempt.
+def _of_attempt(store: Any) -> Any:
+    """Return a view of the store of torch's default group, with keys of their own for each start of the ranks.
+
+    torchrun restarts ranks on the same store, which still contains the keys of the last attempt.
+    """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = _c10d.PrefixStore(f"attempt {attempt}/", about.store)
-    return rendezvous.join(None, rank=rank, world_size=size, timeout_s=timeout_s, store=store)
+    return _c10d.PrefixStore(f"attempt {attempt}/", store)
 
 
 def _sub_group(about: Any) -> ProcessGroup:
@@ -187,24 +193,32 @@ def _sub_group(about: Any) -> ProcessGroup:
             digest = hashlib.sha256(f"{about.group_id} {ranks}".encode()).digest()[:16]
             made.history = history_of(made, world.backend, ranks, digest)
     else:
-        made = _met(about, name, ranks)
+        made = _met(about, name, ranks, _of_attempt(about.store))
     made.register = register
     register(made)
     return made
 
 
 def _alone(about: Any) -> ProcessGroup:
-    """Create a group that belongs to no world. Its ranks connect through the program's store."""
-    made = _met(about, f"torch group {about.group_id}", range(about.group_size))
+    """Create a group that belongs to no world. Its ranks connect through the program's store.
+
+    They may be ranks of two jobs, which torchrun has restarted at different times.
+    """
+    made = _met(about, f"torch group {about.group_id}", range(about.group_size), about.store)
     made.register = register
     register(made)
     return made
 
 
-def _met(about: Any, name: str, ranks: Sequence[int]) -> ProcessGroup:
+def _met(about: Any, name: str, ranks: Sequence[int], store: Any) -> ProcessGroup:
     """Create a group in a world that allranks has not created."""
     rank, timeout_s = about.group_rank, about.timeout.total_seconds()
-    meeting = _meet(about, rank, len(ranks), timeout_s)
+    # A copy of the environment: a rank or size that differs from the job's looks like an inner job. Then `join` removes
+    # the variables of the outer one, which this process still needs for its own world.
+    environ = dict(os.environ)
+    meeting = rendezvous.join(
+        None, rank=rank, world_size=len(ranks), timeout_s=timeout_s, store=store, environ=environ
+    )
     members = [replace(member, rank=r) for member, r in zip(meeting.members, ranks, strict=True)]
 
     def exchange(record: bytes) -> list[bytes]:
