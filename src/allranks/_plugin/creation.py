@@ -118,8 +118,7 @@ def asks_for_default(caller: FrameType | None) -> bool:
         outer = outer.f_back  # the wrapper of the watcher
     # The name alone does not decide: OpenRLHF and slime have a function of their own with the same name.
     return outer is None or (
-        outer.f_code.co_name == _c10d.init_process_group.__name__
-        and outer.f_globals is vars(_c10d.distributed_c10d)
+        outer.f_code.co_name == _c10d.init_process_group.__name__ and outer.f_globals is vars(_c10d.distributed_c10d)
     )
 
 
@@ -216,9 +215,7 @@ def _met(about: Any, name: str, ranks: Sequence[int], store: Any) -> ProcessGrou
     # A copy of the environment: a rank or size that differs from the job's looks like an inner job. Then `join` removes
     # the variables of the outer one, which this process still needs for its own world.
     environ = dict(os.environ)
-    meeting = rendezvous.join(
-        None, rank=rank, world_size=len(ranks), timeout_s=timeout_s, store=store, environ=environ
-    )
+    meeting = rendezvous.join(None, rank=rank, world_size=len(ranks), timeout_s=timeout_s, store=store, environ=environ)
     members = [replace(member, rank=r) for member, r in zip(meeting.members, ranks, strict=True)]
 
     def exchange(record: bytes) -> list[bytes]:
