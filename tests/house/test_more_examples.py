@@ -2,7 +2,9 @@
 
 import os
 import re
+import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -92,6 +94,18 @@ def test_parameter_server_example_prints_the_documented_output() -> None:
     assert_as_shown("parameter_server", printed)
     assert "240 gradients, 120 of each worker" in printed
     assert int(printed.split()[-1].removesuffix("%")) > 80
+
+
+def test_rollout_example_prints_the_documented_output() -> None:
+    """The roles are two jobs, which run at the same time."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    options = ["--address", url, "--mib", "8", "--bucket", "1", "--rounds", "1"]
+    program = EXAMPLES / "rollout/send_weights.py"
+    with ThreadPoolExecutor() as jobs:
+        trainers, workers = jobs.map(lambda role: said(*LAUNCHED, program, role, *options), ("trainer", "worker"))
+    assert_as_shown("rollout", trainers)
+    assert workers == ""
 
 
 def test_sharded_example_prints_the_documented_output() -> None:

@@ -237,7 +237,10 @@ def meet_as_group(
     store: Any, rank: int, size: int, timeout_s: float, backend: str, name: str, ranks: Sequence[int] | None = None
 ) -> ProcessGroup:
     """Create a group of processes that share only a store. ``ranks``: their numbers in a common world, if it exists."""
-    meeting = rendezvous.join(None, rank=rank, world_size=size, timeout_s=timeout_s, store=store)
+    # A copy of the environment: a rank or size that differs from the job's looks like an inner job. Then `join` removes
+    # the variables of the outer one, which this process still needs for its own world.
+    environ = dict(os.environ)
+    meeting = rendezvous.join(None, rank=rank, world_size=size, timeout_s=timeout_s, store=store, environ=environ)
     numbers = range(size) if ranks is None else ranks
     members = [replace(member, rank=number) for member, number in zip(meeting.members, numbers, strict=True)]
 

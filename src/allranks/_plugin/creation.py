@@ -116,7 +116,7 @@ def helper_of(caller: FrameType | None) -> Mapping[str, Any] | None:
 def asks_for_default(caller: FrameType | None) -> bool:
     """Return whether torch creates its default group, and not a program another group in addition.
 
-    Programs whose ranks are in two worlds (OpenRLHF, verl, TRL: a trainer and its inference engines) call torch's
+    Programs whose ranks are in two worlds (OpenRLHF, slime, SGLang: a trainer and its inference engines) call torch's
     function that creates groups themselves. They pass a store of their own and no ranks.
     """
     if helper_of(caller) is None:
@@ -125,7 +125,10 @@ def asks_for_default(caller: FrameType | None) -> bool:
     outer = caller.f_back
     if outer is not None and outer.f_code is _c10d.distributed_c10d._new_process_group_helper.__code__:
         outer = outer.f_back  # the wrapper of the watcher
-    return outer is None or outer.f_code.co_name == _c10d.init_process_group.__name__
+    # The name alone does not decide: OpenRLHF and slime have a function of their own with the same name.
+    return outer is None or (
+        outer.f_code.co_name == _c10d.init_process_group.__name__ and outer.f_globals is vars(_c10d.distributed_c10d)
+    )
 
 
 @contextlib.contextmanager
@@ -187,8 +190,7 @@ def _the_world(about: Any) -> ProcessGroup:
     membership = MembershipStore.of_elastic_job(None, timeout_s=timeout_s)
     if membership is not None:
         return _the_elastic_world(membership, rank, size, timeout_s)
-    store = _store_of_attempt(about)
-    meeting = rendezvous.join(None, rank=rank, world_size=size, timeout_s=timeout_s, store=store)
+    meeting = rendezvous.join(None, rank=rank, world_size=size, timeout_s=timeout_s, store=_of_attempt(about.store))
     return establish(_ENGINE, meeting, "world", timeout_s)
 
 
@@ -204,17 +206,20 @@ def _the_elastic_world(membership: MembershipStore, rank: int, size: int, timeou
     return made
 
 
-def _store_of_attempt(about: Any) -> Any:
-    # torchrun restarts ranks on the same store, which still contains the keys of the last attempt.
+def _of_attempt(store: Any) -> Any:
+    """Return a view of the store of torch's default group, with keys of their own for each start of the ranks.
+
+    torchrun restarts ranks on the same store, which still contains the keys of the last attempt.
+    """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return _c10d.PrefixStore(f"attempt {attempt}/", about.store)
+    return _c10d.PrefixStore(f"attempt {attempt}/", store)
 
 
 def _sub_group(about: Any) -> ProcessGroup:
     ranks, rank, timeout_s = about.global_ranks_in_group, about.group_rank, about.timeout.total_seconds()
     name = f"torch group {about.group_id}"
     if torch_store() is None:
-        return _met(about, name, ranks)
+        return _met(about, name, ranks, _of_attempt(about.store))
     # No exchange through the store: its server may not be a member.
     world = resolve_group(None)
     members = [world.members[r] for r in ranks]
@@ -234,14 +239,17 @@ def _sub_group(about: Any) -> ProcessGroup:
 
 
 def _alone(about: Any) -> ProcessGroup:
-    """Create a group that belongs to no world. Its ranks connect through the program's store."""
-    return _met(about, f"torch group {about.group_id}", range(about.group_size))
+    """Create a group that belongs to no world. Its ranks connect through the program's store.
+
+    They may be ranks of two jobs, which torchrun has restarted at different times.
+    """
+    return _met(about, f"torch group {about.group_id}", range(about.group_size), about.store)
 
 
-def _met(about: Any, name: str, ranks: Sequence[int]) -> ProcessGroup:
+def _met(about: Any, name: str, ranks: Sequence[int], store: Any) -> ProcessGroup:
     """Create a group in a world that allranks has not created."""
     rank, timeout_s = about.group_rank, about.timeout.total_seconds()
-    return meet_as_group(_store_of_attempt(about), rank, len(ranks), timeout_s, _ENGINE, name, ranks)
+    return meet_as_group(store, rank, len(ranks), timeout_s, _ENGINE, name, ranks)
 
 
 def _leave(ours: ProcessGroup) -> None:
