@@ -78,6 +78,8 @@ def test_group_works_at_this_level() -> None:
 def test_timeouts_contain_the_texts_of_gloo(backend: str, detail: bool) -> None:
     """Rank 1 calls when the wait of rank 0 has timed out. Its error does not name it as the missing rank."""
     waits, late = r" (Timed out|closed|timeout) ", "Connection closed by peer|Connection reset by peer"
+    if backend == "gloo":  # if rank 1 runs much later, its own operation times out
+        late += "|Timed out waiting"
     if detail:
         waits = "Ranks 1 failed to pass monitoredBarrier"
     calls: dict[str, Callable[[Any, torch.Tensor, int], object]] = {
