@@ -31,6 +31,7 @@ __all__ = ["Announce", "Answer", "Collect", "Compare", "Inspect", "Peer", "Reque
 
 _BACKLOG = 128
 _LARGEST = 1 << 24  # bytes of a request or of an answer
+_CLOSE_S = 1.0  # seconds for the thread to end; it may be answering a request
 _READ_S = 1.0  # for a client to send its request
 _AT_A_TIME = 256  # connections, so that a large job stays below the usual limit of 1024 descriptors
 
@@ -148,6 +149,9 @@ class Server:
         for sock in self._sockets:
             with suppress(OSError):  # ends `accept` in the thread
                 sock.shutdown(socket.SHUT_RDWR)
+        # As long as the thread polls the sockets, their names remain in use.
+        self._thread.join(_CLOSE_S)
+        for sock in self._sockets:
             sock.close()
 
     def _serve(self) -> None:
