@@ -44,7 +44,8 @@ DTYPES: Final = (
 OPS: Final = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 PURPOSES: Final = (
     *("", "new_group", "split_group", "all_gather_object", "gather_object", "broadcast_object_list"),
-    *("scatter_object_list", "empty_shared"),
+    *("scatter_object_list", "empty_shared", "all_gather_v", "reduce_scatter_v", "gather_v", "scatter_v"),
+    *("all_to_all_w", "new_window", "tensor_register", "tensor_deregister"),
 )
 OUTCOMES: Final = {
     0: "",

@@ -39,6 +39,7 @@ __all__ = ["Watcher"]
 
 _LOOK_S = 1.0  # between two checks
 _LOOK_OFTEN_S = 0.1  # between two checks of a wait that is about to reach the limit
+_READERS_S = 1.0  # at the exit of rank 0, for the other ranks to read the addresses
 _EARLY_S = 2.0  # how long before the limit the states are collected, so that the report comes in time
 _ANSWER_SHARE = 0.75  # of that time, for a rank to answer: about 50 ms, or 1 s if all CPUs are busy
 _STAGGER_S = 0.05  # by how much each rank of a group collects later than the one before it
@@ -80,6 +81,7 @@ class Watcher:
         self._rank = rank
         self._size = world_size
         self._store = store
+        self._own_store = store if rank == 0 else None  # kept, see `_leave_store`
         self._limit_s = limit_s
         self._early_s = min(_EARLY_S, limit_s / 2)
         self._answer_s = self._early_s * _ANSWER_SHARE
@@ -115,10 +117,35 @@ class Watcher:
         atexit.unregister(self.stop)
         self._stop.set()
         self._thread.join(_EARLY_S)
+        self._leave_store()
         for line in self._late_ranks():
             self._say(f"allranks watch: {line}\n")
         if self._server is not None:
             self._server.close()
+
+    def _leave_store(self) -> None:
+        """Finish with the store. Rank 0, whose process usually serves it, waits for the other ranks.
+
+        A short program may exit while its ranks still read the addresses. Without the server, torch would print a
+        warning with a stack on each of them.
+        """
+        try:
+            if self._rank:
+                self._note_read()
+            deadline = time.monotonic() + _READERS_S
+            while self._own_store is not None and time.monotonic() < deadline:
+                if self._own_store.add(self._key("left"), 0) >= self._size - 1:
+                    return
+                time.sleep(_READERS_S / 200)
+        except RuntimeError:  # the process that serves the store has exited
+            pass
+
+    def _note_read(self) -> None:
+        """Tell rank 0 that this rank makes no more requests to the store."""
+        with self._lock:
+            store, self._store = self._store, None
+        if store is not None and self._rank:
+            store.add(self._key("left"), 1)
 
     def _run(self) -> None:
         try:
@@ -128,8 +155,7 @@ class Watcher:
             return
         pause_s = _FIRST_S
         while not self._stop.wait(pause_s):
-            if self._store is not None:
-                self._read_peers()
+            self._read_peers()
             pause_s = self._look()
             if self._rank == 0 and time.monotonic() > self._sample_at and self._store is None:
                 self._compare()
@@ -158,20 +184,21 @@ class Watcher:
         Args:
             some: Read those that exist, although ranks are missing. This costs a request for each rank.
         """
+        store = self._store  # `stop` may set it to None in another thread
+        if store is None:
+            return
         try:
             if some:
-                ranks = [
-                    r for r in range(self._size) if r not in self._peers and self._store.check([self._key(str(r))])
-                ]
-            elif self._store.add(self._key("count"), 0) == self._size:
+                ranks = [r for r in range(self._size) if r not in self._peers and store.check([self._key(str(r))])]
+            elif store.add(self._key("count"), 0) == self._size:
                 ranks = list(range(self._size))
             else:
                 return
-            for data in self._store.multi_get([self._key(str(rank)) for rank in ranks]):
+            for data in store.multi_get([self._key(str(rank)) for rank in ranks]):
                 peer = msgspec.json.decode(bytes(data), type=Peer)
                 self._peers[peer.rank] = peer
             if len(self._peers) == self._size:
-                self._store = None  # closes the connection; it is not needed any more
+                self._note_read()
         except RuntimeError:
             # The process that serves the store has exited. The known addresses remain. Another attempt would print
             # torch's warnings.
@@ -251,8 +278,7 @@ class Watcher:
 
     def _collect(self, call: CallState, limit_s: float) -> dict[int, Answer] | None:
         """Return the state of each other rank; None if a lower rank collects them, too."""
-        if self._store is not None:
-            self._read_peers(some=True)
+        self._read_peers(some=True)
         others = [peer for rank, peer in self._peers.items() if rank != self._rank]
         answers, problems = ask(others, Collect(self._rank, limit_s), self._token, self._machine, self._answer_s)
         if any(answer.collecting and rank < self._rank for rank, answer in answers.items()):
