@@ -189,7 +189,8 @@ def test_invalid_access_is_refused_and_changes_nothing(engine: str) -> None:
     run_ranks(2, body, env={"ALLRANKS_BACKEND": engine})
 
 
-def test_a_tensor_that_cannot_be_registered_is_an_error_on_every_rank() -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_tensor_that_cannot_be_registered_is_an_error_on_every_rank(engine: str) -> None:
     def body() -> None:
         me = dist.get_rank()
         window = dist.new_window()
@@ -209,7 +210,29 @@ def test_a_tensor_that_cannot_be_registered_is_an_error_on_every_rank() -> None:
         assert good.tolist() == [0, 0, 0, 1]
         window.tensor_deregister()
 
-    run_ranks(2, body)
+    run_ranks(2, body, env={"ALLRANKS_BACKEND": engine})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_memory_of_a_rank_may_be_empty(engine: str) -> None:
+    def body() -> None:
+        me = dist.get_rank()
+        window = dist.new_window(dist.allocate_tensor(3 * me))
+        nothing = torch.empty(0)
+        window.put(nothing, 0, 0)
+        window.get(nothing, 0, 0)
+        if me == 0:
+            window.put(torch.ones(3), 1, 0)
+            window.wait_signal(1)
+            window.wait_signal(0)
+        else:
+            window.wait_signal(0)
+            assert window.map_remote_tensor(1).tolist() == [1, 1, 1]
+        with pytest.raises(dist.UsageError, match="exceeds the window size"):
+            window.put(torch.ones(1), 0, 0)
+        window.tensor_deregister()
+
+    run_ranks(2, body, env={"ALLRANKS_BACKEND": engine})
 
 
 def repeat(call) -> None:

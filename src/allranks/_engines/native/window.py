@@ -69,10 +69,13 @@ def allocate(nbytes: int) -> Tensor:
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
+    memory = None
     try:
         memory = Descriptor.of(lambda: _core.create_memory(nbytes))
         mapping = _core.Mapping(memory.fileno(), nbytes)
     except (OSError, _core.Failure) as error:
+        if memory is not None:
+            memory.close()
         raise AllranksError(
             f"allocate_tensor: {nbytes} bytes of shared memory could not be allocated: {error}"
         ) from None
@@ -155,7 +158,6 @@ class NativeWindow:
         self._connections = connections
         self.number = number
         self._regions: list[Region] = []
-        self._mine: memoryview | None = None  # the registered memory of this rank, for requests of other hosts
         nbytes = self._ranks * _core.SIGNAL_BYTES
         counters = allocate(nbytes)
         made = engine.exchange_memory("new_window", allocation_of(counters), b"", "")
@@ -168,17 +170,16 @@ class NativeWindow:
         self._waits = [threading.Lock() for _ in range(self._ranks)]
 
     def register(self, tensor: Tensor | None, about: bytes, refused: str) -> list[bytes]:
-        allocation = None if tensor is None else allocation_of(tensor)
-        if tensor is not None and tensor.nbytes:
-            assert allocation is not None
-            self._mine = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-        else:
-            self._mine = memoryview(b"")
-        start = 0 if tensor is None else tensor.storage_offset() * tensor.element_size()
-        size = 0 if tensor is None else tensor.nbytes
+        if tensor is None:  # raises on every rank, and leaves an existing registration unchanged
+            self._engine.exchange_memory("tensor_register", None, struct.pack("!QQ", 0, 0) + about, refused)
+            raise AssertionError(refused)
+        allocation = allocation_of(tensor)
+        start, size = tensor.storage_offset() * tensor.element_size(), tensor.nbytes
+        # For requests of other hosts.
+        mine = _memory_of(tensor)
         if self._connections is not None:
             # Before the exchange: another rank may write as soon as it has returned there.
-            self._connections.add(self.number, self._mine, self._ranks, self._count)
+            self._connections.add(self.number, mine, self._ranks, self._count)
         self._sent = [0] * self._ranks
         try:
             made = self._engine.exchange_memory(
@@ -187,7 +188,6 @@ class NativeWindow:
         except BaseException:
             if self._connections is not None:
                 self._connections.remove(self.number)
-            self._mine = None
             raise
         self._regions, abouts = [], []
         for record, view in made:
@@ -204,7 +204,7 @@ class NativeWindow:
             expected = [struct.unpack_from("!Q", record, 8 * self._rank)[0] for record, _ in made]
             self._connections.wait_for_requests(self.number, expected, self._engine.timeout_s, self._check_lost)
             self._connections.remove(self.number)
-        self._regions, self._mine = [], None
+        self._regions = []
 
     def view(self, rank: int) -> Tensor | None:
         return self._regions[rank].view
@@ -214,22 +214,24 @@ class NativeWindow:
 
     def put(self, given: Tensor, rank: int, offset: int) -> None:
         self._check_lost(rank)
-        if (view := self._regions[rank].view) is not None:
-            view[offset : offset + given.numel()].copy_(given)
+        if self.shares_memory(rank):
+            if (view := self._regions[rank].view) is not None:  # otherwise it is empty
+                view[offset : offset + given.numel()].copy_(given)
             self._count(rank, self._rank)
             return
         self._connection(rank).send(_Kind.PUT, self.number, offset, _memory_of(given))
 
     def get(self, into: Tensor, rank: int, offset: int) -> None:
         self._check_lost(rank)
-        if (view := self._regions[rank].view) is not None:
-            into.copy_(view[offset : offset + into.numel()])
+        if self.shares_memory(rank):
+            if (view := self._regions[rank].view) is not None:
+                into.copy_(view[offset : offset + into.numel()])
             return
         self._connection(rank).fetch(self.number, offset, into, self._engine.timeout_s)
 
     def signal(self, rank: int) -> None:
         self._check_lost(rank)
-        if self._counters[rank] is not None:
+        if self.shares_memory(rank):
             self._count(rank, self._rank)
             return
         self._connection(rank).send(_Kind.SIGNAL, self.number, 0, memoryview(b""))
@@ -393,7 +395,8 @@ class WindowConnections:
         with self.changed:
             for peer, sent in enumerate(expected):
                 while served[peer] < sent:
-                    check(peer)
+                    if not self.is_read(peer):
+                        check(peer)
                     if not self.changed.wait(_SLICE_S) and time.monotonic() > deadline:
                         raise TimeoutError(f"{self._where()}: data of rank {peer} did not arrive in {timeout_s:g} s.")
 
