@@ -48,6 +48,25 @@ def test_mismatch_is_raised_by_the_asynchronous_call(backend: str) -> None:
     run_ranks(2, body, env=DETAIL)
 
 
+def test_level_that_the_program_sets_applies_to_later_groups() -> None:
+    def body() -> None:
+        groups = [td.new_group([0, 1], backend="allranks")]
+        td.set_debug_level(td.DebugLevel.DETAIL)
+        groups.append(td.new_group([0, 1], backend="allranks"))
+        td.set_debug_level(td.DebugLevel.OFF)
+        groups.append(td.new_group([0, 1], backend="allranks"))
+        assert [group.allreduce([torch.ones(3)]).is_completed() for group in groups[1:2]] == [True]
+        for group, detail in zip(groups, (False, True, False), strict=True):
+            tensor = torch.ones((6,) if td.get_rank() else (2, 3))  # only DETAIL compares shapes
+            if detail:
+                assert "shape" in error_of(lambda group=group, tensor=tensor: td.all_reduce(tensor, group=group))  # type: ignore[misc]
+            else:
+                td.all_reduce(tensor, group=group)
+                assert tensor.sum().item() == 12
+
+    run_ranks(2, body)
+
+
 def test_group_works_at_this_level() -> None:
     def body() -> None:
         group = dist.torch_group()

@@ -39,6 +39,7 @@ from allranks._api.world import (
 )
 from allranks._base.errors import UsageError
 from allranks._base.forks import leak
+from allranks._call.debug import DebugLevel, get_debug_level, set_debug_level
 from allranks._elastic.joining import join_elastic
 from allranks._elastic.membership_store import MembershipStore
 from allranks._group.exchange import exchange_locally
@@ -81,17 +82,30 @@ def create(
         raise UsageError(f"the {name} backend does not support pg_options {options!r}.\n  Omit pg_options.")
     adapt(_split_group)
     _leave_aborted()
-    if _adopted is not None:
-        ours = _adopted
-    elif about.global_ranks_in_group:
-        ours = _sub_group(about)
-    else:
-        ours = _the_world(about) if is_default else _alone(about)
-    if ours in MADE:
-        raise UsageError(
-            f"torch.distributed already has group '{ours.name}'.\n  Call allranks.torch_group() to get it."
-        )
-    return _wrap(ours, name, {} if helper is None else _other_backends(helper, about, name))
+    with _debug_level_of_torch():
+        if _adopted is not None:
+            ours = _adopted
+        elif about.global_ranks_in_group:
+            ours = _sub_group(about)
+        else:
+            ours = _the_world(about) if is_default else _alone(about)
+        if ours in MADE:
+            raise UsageError(
+                f"torch.distributed already has group '{ours.name}'.\n  Call allranks.torch_group() to get it."
+            )
+        return _wrap(ours, name, {} if helper is None else _other_backends(helper, about, name))
+
+
+@contextlib.contextmanager
+def _debug_level_of_torch() -> Iterator[None]:
+    """Create groups with the level DETAIL if the program has set it by torch.distributed.set_debug_level."""
+    before = get_debug_level()
+    if _c10d.get_debug_level() == _c10d.DebugLevel.DETAIL and "ALLRANKS_DEBUG" not in os.environ:
+        set_debug_level(DebugLevel.DETAIL)
+    try:
+        yield
+    finally:
+        set_debug_level(before)
 
 
 def _wrap(ours: ProcessGroup, name: str, others: Mapping[str, tuple[Any, Any]]) -> TorchGroup:
