@@ -22,6 +22,7 @@ import msgspec
 
 from allranks._base.errors import AllranksError
 from allranks._base.exit_codes import IDLE
+from allranks._base.forks import forks
 from allranks._base.threads import Daemon
 from allranks._cluster.network import machine, published_addresses
 from allranks._trace.inspection import next_limit
@@ -103,6 +104,7 @@ class Watcher:
         self._sample_s = _FIRST_SAMPLE_S
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._forks = forks()
         self._thread = Daemon(target=self._run, name="allranks-watch")
 
     def start(self) -> None:
@@ -115,6 +117,9 @@ class Watcher:
     def stop(self) -> None:
         """End the thread: the process ends, or creates another default group."""
         atexit.unregister(self.stop)
+        # In a forked child, the thread does not exist, locks stay as they were, and the connection is the parent's.
+        if self._forks != forks():
+            return
         self._stop.set()
         self._thread.join(_EARLY_S)
         self._leave_store()
