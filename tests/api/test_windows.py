@@ -263,6 +263,33 @@ def test_a_lost_rank_is_named_by_each_access(engine: str) -> None:
     run_ranks(2, body, env={"ALLRANKS_BACKEND": engine}, may_die=[1])
 
 
+@pytest.mark.parametrize("call", ["put", "get"])
+def test_a_stopped_rank_is_named_at_the_timeout(call: str) -> None:
+    def body() -> None:
+        group = dist.new_group(timeout=1.0)
+        me = dist.get_rank()
+        window = dist.new_window(dist.allocate_tensor(4_000_000), group=group)
+        window.put(torch.ones(1), 1 - me, 0)  # connects
+        window.wait_signal(1 - me)
+        pids: list[int] = [0, 0]
+        dist.all_gather_object(pids, os.getpid())
+        if me == 1:
+            dist.barrier()  # rank 0 arrives after it has continued this process
+            return
+        os.kill(pids[1], signal.SIGSTOP)
+        try:
+            with pytest.raises(dist.TimeoutError, match="rank 1 did not") as caught:
+                repeat(lambda: getattr(window, call)(torch.ones(4_000_000), 1, 0))
+            assert caught.value.ranks == (1,)
+        finally:
+            os.kill(pids[1], signal.SIGCONT)
+        with pytest.raises(dist.PeerLostError, match=r"an earlier call was interrupted or timed out|closed|reset"):
+            repeat(lambda: window.put(torch.ones(4_000_000), 1, 0))
+        dist.barrier()
+
+    run_ranks(2, body, env={"ALLRANKS_BACKEND": "tcp"})
+
+
 def test_windows_end_with_their_group() -> None:
     def body() -> None:
         before = len(os.listdir("/proc/self/fd"))

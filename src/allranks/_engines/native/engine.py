@@ -169,6 +169,8 @@ class NativeEngine(Engine):
         made = connect(rank, members, host_of, exchange, memory, connect_s, group_name, has_liveness=shared is not None)
         self._peers = made.peers
         self._troubles = made.peers.troubles if made.peers is not None else {}
+        if made.peers is not None:
+            made.peers.windows.timeout_s = timeout_s
         try:
             self.comm = _make_comm(rank, members, host_of, sizes, made, shared, timeout_s)
         except BaseException as error:

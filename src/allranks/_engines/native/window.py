@@ -36,6 +36,7 @@ __all__ = ["Allocation", "NativeWindow", "WindowConnections", "allocate", "alloc
 
 _SLICE_S = 0.05  # seconds between two checks for lost ranks and signals of the system
 _LOST_AFTER_S = 15  # seconds until a vanished host ends a connection, as for the other connections (``tcp``)
+_BROKEN_OFF = "an earlier call was interrupted or timed out"
 _SMALL_BYTES = 16 << 10  # a payload that is copied behind its head, which costs less than a second system call
 _HEAD = struct.Struct("!BxxxIQQ")  # kind, number of the window, offset or number of the request, bytes of the payload
 
@@ -202,7 +203,9 @@ class NativeWindow:
         if self._connections is not None:
             # Requests that another rank has sent before this call may still arrive.
             expected = [struct.unpack_from("!Q", record, 8 * self._rank)[0] for record, _ in made]
-            self._connections.wait_for_requests(self.number, expected, self._engine.timeout_s, self._check_lost)
+            self._connections.wait_for_requests(
+                self.number, expected, lambda peer: self._check_lost(peer, "tensor_deregister")
+            )
             self._connections.remove(self.number)
         self._regions = []
 
@@ -213,7 +216,7 @@ class NativeWindow:
         return self._counters[rank] is not None
 
     def put(self, given: Tensor, rank: int, offset: int) -> None:
-        self._check_lost(rank)
+        self._check_lost(rank, "put")
         if self.shares_memory(rank):
             if (view := self._regions[rank].view) is not None:  # otherwise it is empty
                 view[offset : offset + given.numel()].copy_(given)
@@ -222,15 +225,15 @@ class NativeWindow:
         self._connection(rank).send(_Kind.PUT, self.number, offset, _memory_of(given))
 
     def get(self, into: Tensor, rank: int, offset: int) -> None:
-        self._check_lost(rank)
+        self._check_lost(rank, "get")
         if self.shares_memory(rank):
             if (view := self._regions[rank].view) is not None:
                 into.copy_(view[offset : offset + into.numel()])
             return
-        self._connection(rank).fetch(self.number, offset, into, self._engine.timeout_s)
+        self._connection(rank).fetch(self.number, offset, into)
 
     def signal(self, rank: int) -> None:
-        self._check_lost(rank)
+        self._check_lost(rank, "signal")
         if self.shares_memory(rank):
             self._count(rank, self._rank)
             return
@@ -255,7 +258,7 @@ class NativeWindow:
     def _connection(self, rank: int) -> _Connection:
         """Return the connection with a rank of another host, for one request."""
         assert self._connections is not None
-        connection = self._connections.to(rank, self._engine.timeout_s)
+        connection = self._connections.to(rank)
         with self._locks[rank]:
             self._sent[rank] += 1
         return connection
@@ -277,12 +280,12 @@ class NativeWindow:
             error.ranks = (rank,)
             raise error
 
-    def _check_lost(self, rank: int, call: str = "") -> None:
+    def _check_lost(self, rank: int, call: str) -> None:
         """Raise if a rank is lost, or if the group is closed."""
         self._engine.check_open()
         if rank in self._engine.lost():
             raise PeerLostError(
-                f"{call or 'window'} on group '{self._engine.group_name}' (rank {self._rank} of {self._ranks}): rank"
+                f"{call} on group '{self._engine.group_name}' (rank {self._rank} of {self._ranks}): rank"
                 f" {rank} is lost: its process has exited, or it has left the group.\n  Check the end of its output.",
                 rank,
             )
@@ -322,12 +325,17 @@ class _Served(NamedTuple):
 
 
 class WindowConnections:
-    """The connections of a group's windows with ranks of other hosts."""
+    """The connections of a group's windows with ranks of other hosts.
+
+    Attributes:
+        timeout_s: Seconds that a call waits for another rank. The engine sets it before the first window exists.
+    """
 
     def __init__(self, group: str, rank: int, ask: Callable[[int], None]) -> None:
         """Begin without connections. ``ask`` requests one with a rank."""
         self.group = group
         self.rank = rank
+        self.timeout_s = 0.0
         self._ask = ask
         self.changed = threading.Condition()
         self._connections: dict[int, _Connection] = {}
@@ -359,18 +367,16 @@ class WindowConnections:
             self._troubles[peer] = why
             self.changed.notify_all()
 
-    def to(self, peer: int, timeout_s: float) -> _Connection:
+    def to(self, peer: int) -> _Connection:
         """Return the connection with a rank. Create it if there is none."""
         with self.changed:
             if peer not in self._connections:
                 self._ask(peer)
-            deadline = time.monotonic() + timeout_s
+            deadline = time.monotonic() + self.timeout_s
             while peer not in self._connections:
                 self.check(peer)
                 if not self.changed.wait(_SLICE_S) and time.monotonic() > deadline:
-                    error = TimeoutError(f"{self._where()}: rank {peer} could not be connected in {timeout_s:g} s.")
-                    error.ranks = (peer,)
-                    raise error
+                    raise self.timed_out(peer, "could not be connected")
             return self._connections[peer]
 
     def check(self, peer: int) -> None:
@@ -387,18 +393,24 @@ class WindowConnections:
         found = self._connections.get(peer)
         return found is not None and found.is_read
 
-    def wait_for_requests(
-        self, number: int, expected: Sequence[int], timeout_s: float, check: Callable[[int], None]
-    ) -> None:
+    def timed_out(self, peer: int, what: str) -> TimeoutError:
+        """Return the error of a call that has waited too long for a rank. ``what``: what the rank has not done."""
+        error = TimeoutError(
+            f"{self._where()}: rank {peer} {what} in {self.timeout_s:g} s.\n  Check whether it is stopped."
+        )
+        error.ranks = (peer,)
+        return error
+
+    def wait_for_requests(self, number: int, expected: Sequence[int], check: Callable[[int], None]) -> None:
         """Wait until as many requests of each rank have been served."""
-        served, deadline = self._served[number].requests, time.monotonic() + timeout_s
+        served, deadline = self._served[number].requests, time.monotonic() + self.timeout_s
         with self.changed:
             for peer, sent in enumerate(expected):
                 while served[peer] < sent:
                     if not self.is_read(peer):
                         check(peer)
                     if not self.changed.wait(_SLICE_S) and time.monotonic() > deadline:
-                        raise TimeoutError(f"{self._where()}: data of rank {peer} did not arrive in {timeout_s:g} s.")
+                        raise self.timed_out(peer, "did not deliver its data")
 
     def part(self, number: int, offset: int, nbytes: int, peer: int) -> memoryview:
         """Return the part of a window of this rank to which a request of another rank refers."""
@@ -462,32 +474,43 @@ class _Connection:
                     self._send_all(payload)
             except BaseException as error:
                 # A part of the frame may have been sent, so nothing can follow it.
-                self.fail(reason(error) if isinstance(error, OSError) else "a call was interrupted")
-                if not isinstance(error, OSError):
+                is_lost = isinstance(error, OSError) and not isinstance(error, TimeoutError)
+                self.fail(reason(error) if is_lost else _BROKEN_OFF)
+                if not is_lost:
                     raise
         self._check()
 
     def _send_all(self, data: memoryview) -> None:
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)
+        deadline = time.monotonic() + self._owner.timeout_s
         while data and not self.failed:
             try:
                 data = data[self._socket.send(data) :]
+                deadline = time.monotonic() + self._owner.timeout_s
             except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise self._owner.timed_out(self._peer, "did not read") from None
                 poll.poll(_SLICE_S * 1000)
 
-    def fetch(self, number: int, offset: int, into: Tensor, timeout_s: float) -> None:
+    def fetch(self, number: int, offset: int, into: Tensor) -> None:
         """Read bytes of the other rank's window."""
         with self._writing:
             self._fetched += 1
             request = self._fetched
         fetch = self._fetches[request] = _Fetch(into, threading.Event())
-        self.send(_Kind.GET, number, offset, memoryview(struct.pack("!Q", request)), into.nbytes)
-        deadline = time.monotonic() + timeout_s
-        while not fetch.done.wait(_SLICE_S):
-            self._check()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"get: rank {self._peer} did not send its memory in {timeout_s:g} s.")
+        try:
+            self.send(_Kind.GET, number, offset, memoryview(struct.pack("!Q", request)), into.nbytes)
+            deadline = time.monotonic() + self._owner.timeout_s
+            while not fetch.done.wait(_SLICE_S):
+                self._check()
+                if time.monotonic() > deadline:
+                    raise self._owner.timed_out(self._peer, "did not send its memory")
+        except BaseException:
+            # Otherwise a late reply would change the caller's tensor.
+            self._fetches.pop(request, None)
+            self.fail(_BROKEN_OFF)
+            raise
         self._check()
 
     def fail(self, why: str) -> None:
@@ -535,7 +558,9 @@ class _Connection:
                 self._replies.put((number, struct.unpack("!Q", request)[0], memory))
                 owner.note(number, self._peer, signals=False)
             case _Kind.REPLY:
-                fetch = self._fetches.pop(position)
+                fetch = self._fetches.pop(position, None)
+                if fetch is None:
+                    raise ValueError(f"rank {self._peer} sent a reply to no request")
                 self._fill(_memory_of(fetch.into))
                 fetch.done.set()
             case _:
@@ -544,7 +569,7 @@ class _Connection:
     def _reply(self) -> None:
         while (reply := self._replies.get()) is not None:
             number, request, memory = reply
-            with suppress(PeerLostError):  # the reader ends, too
+            with suppress(PeerLostError, TimeoutError):  # the reader ends, too
                 self.send(_Kind.REPLY, number, request, memory)
 
     def _fill(self, into: memoryview, may_end: bool = False) -> bool:
