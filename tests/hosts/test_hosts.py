@@ -575,3 +575,38 @@ def test_ports_require_the_secret(three_hosts: Cluster) -> None:
 
     for host, listened in zip(three_hosts.hosts, on_hosts(three_hosts, [0, 1], body), strict=False):
         assert listened == [host.address]
+
+
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_windows_and_tensors_of_different_sizes(three_hosts: Cluster, places: list[int]) -> None:
+    def body() -> None:
+        me, size = dist.get_rank(), dist.get_world_size()
+        memory = dist.allocate_tensor((size, 70_000))
+        window = dist.new_window(memory)
+        assert [window.shares_memory(rank) for rank in range(size)] == [place == places[me] for place in places]
+        for turn in range(5):
+            for rank in range(size):
+                window.put(torch.full((70_000,), float(10 * me + turn)), rank, 70_000 * me)
+            for rank in range(size):
+                window.wait_signal(rank)
+                assert (memory[rank] == 10 * rank + turn).all()
+            dist.barrier()
+        theirs = torch.empty(3)
+        for rank in range(size):
+            window.get(theirs, rank, 70_000 * me)
+            assert theirs.tolist() == [10.0 * me + 4] * 3
+        others = [rank for rank in range(size) if places[rank] != places[me]]
+        for rank in others:
+            with pytest.raises(dist.UsageError, match="is on another host"):
+                window.map_remote_tensor(rank)
+        window.tensor_deregister()
+
+        for unit in (3, 150_000):
+            parts = [torch.empty(unit * (rank + 1)) for rank in range(size)]
+            dist.all_gather_v(parts, torch.full((unit * (me + 1),), float(me)))
+            assert all((part == rank).all() for rank, part in enumerate(parts))
+            mine = torch.empty(unit * (me + 1))
+            dist.reduce_scatter_v(mine, parts)
+            assert (mine == me * size).all()
+
+    on_hosts(three_hosts, places, body)
