@@ -23,6 +23,11 @@ enum class Kind : uint32_t {
   aborted,      // the program of `peer` aborted the group
 };
 
+// Return whether another rank did not answer: it is late or gone.
+constexpr bool is_missing(Kind kind) {
+  return kind == Kind::timeout || kind == Kind::died || kind == Kind::left || kind == Kind::unreachable;
+}
+
 constexpr int32_t kAnyPeer = -2;  // Failure::peer of a wait for any rank
 
 // Serialized form of an Error. It is stored in the group's shared memory and sent to other hosts. The failure of one

@@ -152,8 +152,14 @@ void Heartbeat::leave(const std::vector<Status>& statuses) {
   append(body, RecordHead{static_cast<uint32_t>(host_), known_[static_cast<size_t>(host_)].status.version + 1, 1, 0});
   for (const Status& status : statuses) append(body, status);
   store(host_, MessageType::status, body);
+  // Even if a pong is missing, because nothing follows. The notes come first: after the status, no rank waits for them.
   for (Neighbour& n : neighbours_) {
-    if (n.open) add(n, MessageType::status, body);  // even if a pong is missing, because nothing follows
+    if (!n.open) continue;
+    for (size_t h = 0; h < known_.size(); h++) {
+      if (n.notes_due[h]) add(n, MessageType::notes, known_[h].notes.body);
+      n.notes_due[h] = false;
+    }
+    add(n, MessageType::status, body);
   }
 }
 

@@ -484,7 +484,7 @@ std::vector<std::string> Net::exchange_notes(const Failure& about, Caller& calle
       return silent == others_.end() ? -1 : *silent;
     });
   } catch (const Error& error) {
-    if (error.failure.kind != Kind::timeout) throw;  // the mismatch is known without the notes
+    if (!is_missing(error.failure.kind)) throw;  // the mismatch is known without the notes
   }
   std::vector<std::string> texts(peers_.size());
   for (const int r : others_) {

@@ -173,7 +173,8 @@ std::vector<std::string> LocalComm::exchange_notes(Call& call) {
   try {
     shm_->wait(shm_->gate(), patience, call.about, silent);
   } catch (const Error& error) {
-    if (error.failure.kind != Kind::timeout) throw;  // a missing note does not prevent the report of the mismatch
+    // A missing note does not prevent the report of the mismatch. A rank that has already reported it may have exited.
+    if (!is_missing(error.failure.kind)) throw;
   }
   for (int p = 0; p < size(); p++) {
     const Note& note = shm_->note(p);

@@ -52,7 +52,8 @@ struct Node final : Heartbeat::Listener {
   int64_t clock_began = 0;  // network time at which its clock showed 0
   int64_t clock_drift = 0;  // its clock gains this many parts per million
   int measured = 0;
-  bool gone = false;  // dead, or has left
+  uint32_t noted = 0;  // number of its last notes
+  bool gone = false;   // dead, or has left
   bool dead = false;
   bool cut = false;
 };
@@ -284,7 +285,7 @@ void run(uint64_t seed) {
           break;
         case notes:
           if (net.now < s.stopped_until) break;
-          noted++;
+          s.noted = ++noted;
           s.heartbeat.publish_notes(noted, std::vector<std::string>(s.own.size(), "at " + std::to_string(noted)));
           break;
         case nothing:
@@ -330,7 +331,8 @@ void run(uint64_t seed) {
       }
     }
   }
-  // If no rank was lost, every node has the latest status of every rank.
+  // If no rank was lost, every node has the latest status of every rank, and the last notes of its neighbors, also of
+  // those that have left.
   if (net.lost.empty()) {
     for (const auto& s : net.nodes) {
       CHECK(!s->verdict);
@@ -344,8 +346,10 @@ void run(uint64_t seed) {
         }
       }
       if (net.left.empty()) CHECK(s->measured >= 8);
-      for (const int host : Heartbeat::neighbours(s->host, count))
+      for (const int host : Heartbeat::neighbours(s->host, count)) {
         CHECK(s->closes.contains(host) == net.left.contains(host));
+        for (const int rank : net.hosts->on(host)) CHECK(s->notes[rank].first == net.node(host).noted);
+      }
     }
   }
 }

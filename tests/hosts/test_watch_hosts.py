@@ -29,7 +29,7 @@ def load(how):
 
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(4))
-print("up", flush=True)
+os.write(1, b"up\\n")  # in one piece: the ranks share a file
 if dist.get_rank() == 2:
     load(sys.argv[1])
 if sys.argv[1] == "cut":
