@@ -43,5 +43,5 @@ def test_cpu_quota_of_cgroup_v1(tmp_path: Path, mount: str) -> None:
 @pytest.mark.parametrize(("quota", "usable"), [(math.inf, 4), (9.5, 4), (2.9, 2), (1.5, 1), (0.25, 1)])
 def test_usable_cpus_are_whole_and_at_least_one(monkeypatch: pytest.MonkeyPatch, quota: float, usable: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    monkeypatch.setattr(host, "_cgroup_quota", lambda *_: quota)
+    monkeypatch.setattr(host, "_quota", lambda: quota)
     assert host.usable_cpus() == usable
