@@ -18,6 +18,10 @@
 
 namespace nb = nanobind;
 
+// PyWeakref_GetObject of the stable ABI, which every Python 3 exports. Its own name is deprecated since Python 3.13,
+// and PyWeakref_GetRef is not in the stable ABI of Python 3.10.
+extern "C" PyObject* weakref_object(PyObject* reference) __asm__("PyWeakref_GetObject");
+
 namespace {
 
 enum class Kind {
@@ -187,9 +191,9 @@ bool holds(const Node& node, PyObject* found, Report* report) {
     case Kind::kEqual:
       return object == found || equal(object, found) || differs(report, object, found);
     case Kind::kWeak:
-      return PyWeakref_GetObject(object) == found || differs(report, Py_Ellipsis, found);
+      return weakref_object(object) == found || differs(report, Py_Ellipsis, found);
     case Kind::kType:
-      return PyWeakref_GetObject(object) == reinterpret_cast<PyObject*>(Py_TYPE(found)) ||
+      return weakref_object(object) == reinterpret_cast<PyObject*>(Py_TYPE(found)) ||
              differs(report, Py_Ellipsis, found);
     case Kind::kAll: {
       bool result = true;
