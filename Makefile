@@ -110,6 +110,7 @@ bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed $(TRAINERS)/ins
 	taskset -c 0 $(RECORD) benchmarks/rendezvous.json -- benchmarks/rendezvous.py
 	$(RECORD) benchmarks/worker_calls.json -- benchmarks/worker_calls.py
 	$(RECORD) benchmarks/watch.json -- benchmarks/watch.py
+	$(RECORD) benchmarks/windows.json $(NAMESPACES) -- benchmarks/windows.py
 	$(RECORD_TRAINERS) benchmarks/inference.json $(NAMESPACES) -- benchmarks/inference.py
 	$(BIN)/python benchmarks/figures.py
 
@@ -186,7 +187,7 @@ core-tests: $(SANITIZERS:%=build/core-%/passed)
 
 build/core-%/core_tests: $(CORE) $(CORE_TESTS) | $(VENV)/tools
 	$(BIN)/cmake -S . -B $(@D) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=Release \
-	  -DALLRANKS_PYTHON=OFF -DALLRANKS_TESTS=ON -DALLRANKS_SANITIZE=$(filter-out plain,$*) --log-level=WARNING
+	  -DALLRANKS_PYTHON=OFF -DALLRANKS_TESTS=ON -DALLRANKS_SANITIZE=$(filter-out plain,$*) --log-level=WARNING $(CMAKE_ARGS)
 	+$(BIN)/cmake --build $(@D)
 	touch $@
 

@@ -769,6 +769,22 @@ def inference_table():
     yield measured("inference")
 
 
+def windows_table():
+    """Time of a step with windows and with messages."""
+    rows = load("windows")["rows"]
+    places = list(dict.fromkeys((row["place"], row["ranks"]) for row in rows))
+    yield "| every rank passes | " + " | ".join(f"{place}, {ranks} ranks" for place, ranks in places) + " |"
+    yield "|---" * (1 + len(places)) + "|"
+    for nbytes in dict.fromkeys(row["nbytes"] for row in rows):
+        found = {(row["place"], row["ranks"]): row for row in rows if row["nbytes"] == nbytes}
+        cells = [
+            f"{found[each]['put'] * 1e6:,.0f} us, {times(found[each]['send'] / found[each]['put'])}" for each in places
+        ]
+        yield f"| {size(nbytes)} | " + " | ".join(cells) + " |"
+    yield ""
+    yield measured("windows")
+
+
 def goal_table(found, peers):
     """Goals, measured figures, and figures of the peers."""
     yield f"| | goal | measured | {peers} | ratio |"
@@ -813,6 +829,7 @@ def main():
         "docs/resilience.md": [drift_lines, resilience_table],
         "docs/checkpoints.md": [checkpoint_kill_table, checkpoint_table],
         "docs/serve_on_cpus.md": [inference_table],
+        "docs/process_groups.md": [windows_table],
         "examples/README.md": [diloco_table],
     }
     for name, blocks in pages.items():
