@@ -121,8 +121,8 @@ Comm::Comm(std::unique_ptr<Shm> shm, Settings settings)
       rank_(local_comm_.rank()),
       size_(local_comm_.size()),
       settings_(settings),
-      p2p_(local_comm_.shm(), nullptr, static_cast<int64_t>(settings.timeout_s * 1e9), settings.polling,
-           settings.progress_polling, settings.eager) {}
+      timeout_ns_(static_cast<int64_t>(settings.timeout_s * 1e9)),
+      p2p_(local_comm_.shm(), nullptr, timeout_ns_, settings.polling, settings.progress_polling, settings.eager) {}
 
 Comm::Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd> heartbeats, Net::Opener opener,
            Settings settings)
@@ -132,8 +132,13 @@ Comm::Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd>
       rank_(rank),
       size_(net_->hosts().ranks()),
       settings_(settings),
-      p2p_(local_comm_.shm(), net_.get(), static_cast<int64_t>(settings.timeout_s * 1e9), settings.polling,
-           settings.progress_polling, settings.eager) {}
+      timeout_ns_(static_cast<int64_t>(settings.timeout_s * 1e9)),
+      p2p_(local_comm_.shm(), net_.get(), timeout_ns_, settings.polling, settings.progress_polling, settings.eager) {}
+
+void Comm::set_timeout(double timeout_s) {
+  timeout_ns_.store(static_cast<int64_t>(timeout_s * 1e9), std::memory_order_relaxed);
+  p2p_.set_timeout(static_cast<int64_t>(timeout_s * 1e9));
+}
 
 void Comm::check_process() const {
   if (forked()) throw Error(Failure{.kind = Kind::forked, .peer = rank(), .reporter = rank()});
@@ -437,7 +442,7 @@ void Comm::execute(const Operation& operation, Caller& caller, Polling polling, 
   LongWait long_wait(caller, recording);
   LocalComm::Call call{.number = number,
                        .patience = {.caller = recorder_ ? static_cast<Caller&>(long_wait) : caller,
-                                    .timeout_ns = static_cast<int64_t>(settings_.timeout_s * 1e9),
+                                    .timeout_ns = timeout_ns_.load(std::memory_order_relaxed),
                                     .polling = polling},
                        .about = {.reporter = rank(), .call = number, .fingerprint = operation.fingerprint},
                        .site = operation.site,

@@ -94,6 +94,9 @@ class Comm {
   // blocking call does.
   void wait(const std::shared_ptr<Request>& request, Caller& caller, int64_t timeout_ns);
 
+  // Change the timeout of calls that begin later. Thread-safe.
+  void set_timeout(double timeout_s);
+
   // Create a block from the memory of all ranks. Calls access tensors in it without the rings.
   std::unique_ptr<SharedBlock> share(uint64_t number, size_t bytes, const std::vector<sys::Fd>& parts) {
     check_process();
@@ -155,6 +158,7 @@ class Comm {
   int rank_;
   int size_;
   Settings settings_;
+  std::atomic<int64_t> timeout_ns_;  // atomic, because the progress thread reads it during set_timeout
   PointToPoint p2p_;
   const uint32_t forks_ = sys::forks();
 

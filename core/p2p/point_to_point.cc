@@ -274,7 +274,7 @@ void PointToPoint::wait(const std::shared_ptr<Message>& message, Caller& caller,
   if (!message->done.load(std::memory_order_acquire)) {  // pairs with the store in finish: `error` is visible below
     Waiter waiter(*this, *message, caller);
     Patience patience{.caller = waiter,
-                      .timeout_ns = timeout_ns >= 0 ? timeout_ns : timeout_ns_,
+                      .timeout_ns = timeout_ns >= 0 ? timeout_ns : timeout_ns_.load(std::memory_order_relaxed),
                       .polling = polling_,
                       .final = timeout_ns < 0};
     const Failure about{.reporter = rank_, .fingerprint = message->about};
@@ -373,7 +373,10 @@ void PointToPoint::run() {
       posted_.wait(lock, [this] { return stopping_ || !idle(); });
       if (stopping_) return;
     }
-    Patience patience{.caller = no_caller, .timeout_ns = timeout_ns_, .polling = progress_polling_, .final = false};
+    Patience patience{.caller = no_caller,
+                      .timeout_ns = timeout_ns_.load(std::memory_order_relaxed),
+                      .polling = progress_polling_,
+                      .final = false};
     try {
       shm_.wait(
           shm_.bell(shm_.rank()), patience, Failure{.reporter = rank_},

@@ -121,6 +121,9 @@ class PointToPoint {
   bool send_at_once(Buffer buffer, int to, int32_t tag);
   bool recv_at_once(Buffer buffer, int from, int32_t tag);
 
+  // Change the timeout of later waits. Thread-safe.
+  void set_timeout(int64_t timeout_ns) { timeout_ns_.store(timeout_ns, std::memory_order_relaxed); }
+
   // Wait until the message is done. Throws its error. timeout_ns >= 0: a timeout of this wait only, which does not end
   // the group.
   void wait(const std::shared_ptr<Message>& message, Caller& caller, int64_t timeout_ns);
@@ -248,7 +251,7 @@ class PointToPoint {
   Net* net_;
   int rank_;  // rank in the group, as all ranks in this class
   int size_;
-  int64_t timeout_ns_;
+  std::atomic<int64_t> timeout_ns_;  // atomic, because the progress thread reads it during set_timeout
   Polling polling_;
   Polling progress_polling_;
   size_t eager_;

@@ -286,6 +286,7 @@ void bind_rest(nb::class_<Comm>& comm) {
              const Stats s = c.stats();
              return std::tuple(s.calls, s.bytes, s.seconds, s.shared);
            })
+      .def("set_timeout", &Comm::set_timeout, nb::arg("timeout_s"), "Change the timeout of calls that begin later.")
       .def("abort", &Comm::abort, nb::call_guard<nb::gil_scoped_release>(),
            "End all calls of the group on every rank, pending and later ones, with an error.")
       .def(

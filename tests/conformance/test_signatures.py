@@ -97,7 +97,6 @@ MISSING_METHODS = {
             "reduce_scatter_single",
             "reduce_scatter_single_coalesced",
             "reduce_scatter_tensor_coalesced",
-            "set_timeout",
             "shutdown",
             "split_group",
             "unbox",

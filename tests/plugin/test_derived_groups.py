@@ -49,6 +49,22 @@ def test_split_groups_reduce_among_their_members(tmp_path: Path) -> None:
     run_ranks(3, body, init=False)
 
 
+def test_group_in_a_world_on_gloo_is_split(tmp_path: Path) -> None:
+    def body() -> None:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        td.init_process_group("gloo", store=td.FileStore(str(tmp_path / "store"), size), rank=rank, world_size=size)
+        group = td.new_group([0, 1], backend="allranks")
+        both, alone = td.split_group(group, [[0, 1]]), td.split_group(group, [[0], [1]])
+        assert summed(both) == 3
+        assert summed(alone) == 2.0**rank
+        store = both.get_group_store()
+        store.set(f"of rank {rank}", str(rank))
+        assert store.get(f"of rank {1 - rank}") == str(1 - rank).encode()
+        td.destroy_process_group()
+
+    run_ranks(2, body, init=False)
+
+
 def test_parts_that_overlap_are_an_error_on_every_rank(tmp_path: Path) -> None:
     def body() -> None:
         rank, _ = init(tmp_path)

@@ -1,6 +1,8 @@
 """TORCH_DISTRIBUTED_DEBUG=DETAIL, and the texts by which programs recognize errors of gloo."""
 
+import os
 import re
+import signal
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -42,6 +44,10 @@ def test_mismatch_is_raised_by_the_asynchronous_call(backend: str) -> None:
         for mine in differ:
             text = error_of(mine[rank])
             assert "Detected mismatch between collectives on ranks" in text
+            assert f"Rank {rank} is running collective: CollectiveFingerPrint(SequenceNumber=" in text
+            assert "Collectives differ in the following" in text
+            if "OpType=BARRIER" not in text.partition(f"Rank {rank} is")[2].partition(")")[0]:
+                assert re.search(r"TensorShape=\[\d+, \d+\], TensorDtypes=Float", text), text
             assert backend == "gloo" or "No tensor was changed" in text
         assert tensor[0, 0].item() == 2
 
@@ -129,6 +135,18 @@ def test_timeouts_contain_the_texts_of_gloo(backend: str, detail: bool) -> None:
                 assert "timed out" in text
 
     run_ranks(2, body, env=DETAIL if detail else None)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_error_after_a_rank_was_killed_contains_the_text_of_gloo(backend: str) -> None:
+    def body() -> None:
+        group = td.new_group([0, 1], backend=backend)
+        if td.get_rank():
+            os.kill(os.getpid(), signal.SIGKILL)
+        text = error_of(lambda: td.all_reduce(torch.ones(3), group=group))
+        assert re.search("Connection closed by peer|Connection reset by peer", text), text
+
+    run_ranks(2, body, may_die={1})
 
 
 def test_timeout_of_a_call_or_a_wait_is_recognized() -> None:

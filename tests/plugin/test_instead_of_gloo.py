@@ -19,7 +19,7 @@ for _ in range(3):
     optimizer.zero_grad()
     model(torch.full((2, 4), 1.0 + dist.get_rank())).square().sum().backward()
     optimizer.step()
-half = dist.new_group([0, 1], backend="gloo")
+half = dist.new_group([0, 1], backend="gloo", pg_options=dist.ProcessGroupGloo._Options())  # torch ignores them
 total = torch.ones(1)
 dist.all_reduce(total, group=half)
 dist.monitored_barrier()

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from allranks import _engines
-from allranks._api.world import GroupMember, first_history, register, replace_world, resolve_group
+from allranks._api.world import (
+    GroupMember,
+    first_history,
+    is_initialized,
+    register,
+    replace_world,
+    resolve_group,
+)
 from allranks._base.errors import ConfigError, MismatchError, UsageError, rank_list
 from allranks._base.integers import integer_of
 from allranks._base.public import publish
@@ -561,6 +568,8 @@ _of_members: Counter[bytes] = Counter()  # the same on all members, because they
 
 def history_of(made: ProcessGroup, engine_name: str, ranks: list[int], digest: bytes) -> GroupHistory | None:
     """Return the group history of a new group of these ranks of the world, or None if the world has none."""
+    if not is_initialized():  # the ranks are those of a world of torch on another backend
+        return None
     world = resolve_group(None).history
     if world is None or any(rank >= len(world.members) for rank in ranks):
         return None

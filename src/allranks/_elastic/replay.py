@@ -339,6 +339,10 @@ class ReplayEngine(Engine):
     def find_gone(self, ranks: Sequence[int]) -> Sequence[int]:
         return () if self.engine is None else self.engine.find_gone(ranks)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        if self.engine is not None:  # a later engine gets the timeout of the group's history
+            self.engine.set_timeout(timeout_s)
+
     def abort(self) -> None:
         if self.engine is not None:
             self.engine.abort()

@@ -224,6 +224,13 @@ class Engine(abc.ABC):
         """Query the hosts of these ranks of other hosts. Return the ranks whose processes no longer exist."""
         return ()
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the timeout of calls that begin later, in seconds."""
+        raise UsageError(
+            f"set_timeout: the {self.name} engine cannot change the timeout of a group.\n"
+            "  Pass timeout= to init_process_group or new_group."
+        )
+
     def abort(self) -> None:
         """Abort all calls of the group, on every rank: the pending calls immediately, and all later calls."""
         raise UsageError(

@@ -94,6 +94,10 @@ class ByDevice(Engine):
     def find_gone(self, ranks: Sequence[int]) -> Sequence[int]:
         return self._cpu.find_gone(ranks)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        for engine in self._distinct():
+            engine.set_timeout(timeout_s)
+
     def abort(self) -> None:
         for engine in self._engines.values():
             engine.abort()

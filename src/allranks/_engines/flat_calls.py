@@ -102,6 +102,9 @@ class FlatCalls(Engine):
             raise type(error)(f"{here}: {error}") from error
         raise AllranksError(f"{here}: {self.name}: {error}") from error
 
+    def set_timeout(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+
     def leave_running(self, work: FlatWork) -> None:
         """Take over an asynchronous call that has begun. Perhaps no thread will wait for it."""
 

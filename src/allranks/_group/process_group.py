@@ -100,6 +100,28 @@ class ProcessGroup(Communicator):
         """
         return recovery.agree(self, value)
 
+    def set_timeout(self, timeout: timedelta | float) -> None:
+        """Change the timeout of the calls of this rank that begin later.
+
+        Calls that have already begun keep their timeout. The group keeps the new one after ``shrink``, ``reconfigure``
+        and a loss. Groups that were created from it keep their own. All ranks should set the same timeout.
+
+        Args:
+            timeout: The timeout, a timedelta or seconds.
+
+        Raises:
+            NotInitializedError: The group is closed.
+
+        Example:
+            >>> group = dist.new_group(timeout=600)  # the first step compiles the model
+            >>> group.set_timeout(60)
+        """
+        seconds = seconds_of(timeout)
+        self._live().set_timeout(seconds)
+        self.timeout_s = seconds
+        if self.history is not None:
+            self.history.timeout_s = seconds
+
     def shrink(self, ranks_to_exclude: Sequence[int] = (), timeout: timedelta | float | None = None) -> ProcessGroup:
         """Return the group of the remaining ranks. All of them call it. This group is closed.
 

@@ -185,6 +185,9 @@ class Unconnected(Engine):
     def parts(self) -> Mapping[str, Engine]:
         return {}
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Do nothing: the first engine gets the timeout of the group."""
+
     def stats(self) -> Stats:
         self._refuse()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ def adapt(split: Callable[..., Any]) -> None:
     _let_futures_be_waited_for()
     _let_groups_be_shrunk()
     _let_groups_be_split(split)
+    _let_timeouts_be_set()
 
 
 def _let_barrier_be_monitored() -> None:
@@ -139,6 +141,19 @@ def _let_groups_be_split(split: Callable[..., Any]) -> None:
 
     _replace(_c10d.distributed_c10d, "split_group", split_group)
     _c10d.split_group = _c10d.distributed_c10d.split_group
+
+
+def _let_timeouts_be_set() -> None:
+    """Adapt torch's function that sets timeouts: before torch 2.15, it supports only gloo and nccl."""
+    if _TORCH < (2, 15):
+        _replace(_c10d.distributed_c10d, "_set_pg_timeout", _set_pg_timeout)
+
+
+def _set_pg_timeout(torchs: Callable[..., None], timeout: timedelta, group: Any = None) -> None:
+    meant = _c10d.group.WORLD if group is None else group
+    if meant is None or world.behind(meant) is None:
+        return torchs(timeout, group)
+    return meant.set_timeout(timeout)  # type: ignore[no-any-return]
 
 
 def _replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:

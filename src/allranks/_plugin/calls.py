@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from allranks._base.errors import AllranksError, MismatchError, NotInitializedError, TimeoutError, UsageError
+from allranks._base.errors import (
+    AllranksError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+    TimeoutError,
+    UsageError,
+)
 from allranks._base.timeouts import seconds_of
 from allranks._call.debug import DebugLevel, get_debug_level
 from allranks._call.types import PremulSum, ReduceOp, premul_sum
@@ -34,6 +41,7 @@ __all__ = ["OPS", "Calls", "tensors_in"]
 _c10d: Any = torch.distributed
 _NOW = timedelta(0)
 _GLOOS = "\n  gloo's message: "
+_LOST = "Connection closed by peer"
 _KINDS = _c10d.ReduceOp.RedOpType
 OPS = {_c10d.ReduceOp(getattr(_KINDS, op.name)): op for op in ReduceOp if op is not ReduceOp.PREMUL_SUM}
 """allranks's ops by torch's ops, without PREMUL_SUM, which has a factor."""
@@ -81,7 +89,9 @@ class Calls:
         """Record the error if it means that the group is broken. ``words`` is gloo's text for a timeout."""
         if isinstance(error, TimeoutError):
             late = self.group.rank() in error.ranks
-            _add(error, "Connection closed by peer" if late else words or _timed_out(self.group.timeout_s))
+            _add(error, _LOST if late else words or _timed_out(self.group.timeout_s))
+        elif isinstance(error, PeerLostError):
+            _add(error, _LOST)
         if self.failure is None and not isinstance(error, UsageError):
             self.failure = error
 
@@ -208,9 +218,11 @@ class Calls:
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> TorchWork:
         tensor = _only("reduce_scatter", "output tensor list", outputs)
-        return self._call(
-            opts, self.group.reduce_scatter, tensor, _only("reduce_scatter", "input list", inputs), _op(opts)
-        )
+        given = _only("reduce_scatter", "input list", inputs)
+        # As in gloo, each rank's part may have a different size.
+        same_size = len({each.numel() for each in given}) == 1
+        verb = self.group.reduce_scatter if same_size else self.group.reduce_scatter_v
+        return self._call(opts, verb, tensor, given, _op(opts))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> TorchWork:
         return self._call(opts, self.group.reduce_scatter, output, input, _op(opts))
@@ -283,7 +295,7 @@ class Calls:
         if isinstance(error, UsageError):
             _add(error, _in_gloos_words(self.group.size(), opts, args))
         elif self._detail and isinstance(error, MismatchError):
-            _add(error, "Detected mismatch between collectives on ranks")
+            _add(error, _differs(self.count, self.group.rank(), opts, args))
         elif isinstance(error, TimeoutError):
             limit_s = opts.timeout.total_seconds() if opts.timeout > _NOW else self.group.timeout_s
             words = _monitored(self.group.rank(), error.ranks, limit_s) if self._detail else _timed_out(limit_s)
@@ -442,6 +454,23 @@ def _monitored(rank: int, missing: Sequence[int], limit_s: float) -> str:
     if rank != 0:
         return "Please check rank 0 logs for faulty rank"
     return f"Ranks {', '.join(map(str, missing))} failed to pass monitoredBarrier in {limit_s * 1000:.0f} ms"
+
+
+def _differs(number: int, rank: int, opts: Any, args: Sequence[Any]) -> str:
+    """Return the text of torch's wrapper of gloo if the calls of the ranks differ, with the call of this rank."""
+    name = type(opts).__name__.removesuffix("Options")
+    name = name.replace("ReduceScatter", "Reduce_Scatter").replace("Coalesced", "_Coalesced").upper()
+    tensor = next(tensors_in(args), None)
+    kind = "" if tensor is None else tensor.type().rpartition(".")[2].removesuffix("Tensor")
+    operand = (
+        ""
+        if tensor is None
+        else f", TensorShape={list(tensor.shape)}, TensorDtypes={kind}, TensorDeviceTypes={tensor.device.type}"
+    )
+    return (
+        f"Detected mismatch between collectives on ranks. Rank {rank} is running collective: CollectiveFingerPrint("
+        f"SequenceNumber={number}, OpType={name}{operand}). Collectives differ in the following aspects: see above"
+    )
 
 
 def _check_distinct(verb: str, tensors: Sequence[Tensor]) -> None:

@@ -41,7 +41,8 @@ def _create(about: Any, options: Any) -> Any:
 
     caller = sys._getframe(1)
     _say(about.group_rank, about.global_ranks_in_group)
-    return create(about, options, helper_of(caller), "gloo", asks_for_default(caller))
+    # None: torch ignores options of gloo, too.
+    return create(about, None, helper_of(caller), "gloo", asks_for_default(caller))
 
 
 def _say(rank: int, ranks: Any) -> None:

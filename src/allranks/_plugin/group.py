@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -94,6 +93,7 @@ class TorchGroup(_Base):  # type: ignore[misc]
     """
 
     _name = _desc = ""
+    _store: Any = None  # of a group that torch does not register together with a store
 
     def __init__(
         self,
@@ -123,7 +123,6 @@ class TorchGroup(_Base):  # type: ignore[misc]
         self._hooks: set[tuple[str, int]] = {("of torch", 0)} if _torch_hooks(os.environ) else set()
         # Then `_must_see` checks each call, and the core does not read any.
         self._watched = bool(others or self._hooks)
-        self.options = SimpleNamespace(_timeout=timedelta(seconds=group.timeout_s))
         if BACKENDS_IN_PYTHON:
             self._behind = make_backend(self._calls, backend, NAME, weakref.ref(self))
             for device in self._kinds():
@@ -189,6 +188,16 @@ class TorchGroup(_Base):  # type: ignore[misc]
     def _get_backend(self, device: torch.device | str) -> Any:
         kind = torch.device(device).type
         return self._others.get(kind, self)  # the native engine transfers tensors of any device
+
+    @property
+    def options(self) -> SimpleNamespace:
+        """The options that torch reads from a backend. Not torch's class, whose objects torch cannot copy."""
+        return SimpleNamespace(
+            _timeout=timedelta(seconds=self.allranks_group.timeout_s),
+            backend=self._backend,
+            global_ranks_in_group=list(self.allranks_group.ranks),
+            group_name=self._name,
+        )
 
     # --- members ---
 
@@ -263,7 +272,7 @@ class TorchGroup(_Base):  # type: ignore[misc]
         """Return this rank's part to torch.distributed.split_group, None if there is none. All ranks call it."""
         self._check_derivable("split_group", opts)
         made = self._derivation.split(self, new_ranks, timeout, group_desc or group_name)
-        return None if made is None else made._named(group_name, group_desc)
+        return None if made is None else made._named(group_name, group_desc, self.get_group_store())
 
     def merge_remote_group(
         self, store: Any, size: int, timeout: timedelta, group_name: str | None = None, group_desc: str | None = None
@@ -271,7 +280,7 @@ class TorchGroup(_Base):  # type: ignore[misc]
         """Return a group of this group's ranks and of others, numbered by their arrival at the store."""
         self._check_derivable("merge_remote_group", None)
         made = self._derivation.merge(self, store, size, timeout, group_desc or group_name)
-        return made._named(group_name or "merge", group_desc)
+        return made._named(group_name or "merge", group_desc, store)
 
     def _check_derivable(self, call: str, options: Any) -> None:
         if self._others:
@@ -281,13 +290,20 @@ class TorchGroup(_Base):  # type: ignore[misc]
         if options is not None and not isinstance(options, SimpleNamespace):  # torch may pass those of this group
             raise UsageError(f"{call}: the {NAME} backend does not support pg_options {options!r}.\n  Omit pg_options.")
 
-    def _named(self, name: str | None, description: str | None) -> TorchGroup:
+    def _named(self, name: str | None, description: str | None, store: Any) -> TorchGroup:
         self._set_group_name(name or "")
         self._set_group_desc(description or "")
+        if store is not None:
+            self._store = _c10d.PrefixStore(f"{self._name}/", store)
         return self
 
+    def get_group_store(self) -> Any:
+        """Return the store with which torch has created the group. Programs exchange values of its members there."""
+        known = _c10d.distributed_c10d._world.pg_map.get(self)
+        return self._store if known is None else known[1]
+
     supports_coalescing = True
-    supports_time_estimate = False
+    supports_time_estimate = _supports_time_estimate = False
 
     @property
     def supports_window(self) -> bool:
@@ -317,13 +333,20 @@ class TorchGroup(_Base):  # type: ignore[misc]
         return self._calls.count
 
     def set_timeout(self, timeout: timedelta) -> None:
-        warnings.warn(
-            f"the timeout of a group on {NAME} is set at creation and cannot be changed.\n"
-            "  Pass timeout= to init_process_group or new_group.",
-            stacklevel=3,
-        )
+        self.allranks_group.set_timeout(timeout)
+        for other in self._others.values():
+            other._set_default_timeout(timeout)
 
     _set_default_timeout = set_timeout
+
+    def allreduce_sparse(self, tensors: list[Tensor], opts: Any = None) -> TorchWork:
+        return self.allreduce(tensors, _C.AllreduceOptions() if opts is None else opts)  # type: ignore[no-any-return]
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Do nothing: the ranks are connected when the group is created."""
+
+    def _enable_collectives_timing(self) -> None:
+        """Do nothing, as in gloo: no Work reports its duration."""
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: allranks compares its sequence numbers in every call."""

@@ -71,6 +71,14 @@ def collectives():
     part = torch.empty(2)
     td.reduce_scatter(part, list(_mine(2 * size).chunk(size)))
     td.reduce_scatter_tensor(half := torch.empty(2), _mine(2 * size))
+    sizes = list(range(size))  # rank 0 receives nothing
+    for op in (td.ReduceOp.SUM, td.ReduceOp.AVG, td.ReduceOp.MAX):
+        for async_op in (False, True):
+            own_size = torch.empty(sizes[rank])
+            work = td.reduce_scatter(own_size, list(_mine(sum(sizes)).split(sizes)), op, async_op=async_op)
+            if async_op:
+                work.wait()
+            results.append(own_size)
     gathered = [torch.empty(3) for _ in range(size)] if rank == 0 else None
     td.gather(_mine(3), gathered, dst=0)
     td.scatter(mine := torch.empty(2), list(torch.arange(2.0 * size).chunk(size)) if rank == 1 else None, src=1)

@@ -169,6 +169,10 @@ class C10dEngine(FlatEngine):
             self._died = self._presence.gone(0.0)[0]
         return self._died
 
+    def set_timeout(self, timeout_s: float) -> None:
+        super().set_timeout(timeout_s)
+        self._backend._set_default_timeout(timedelta(seconds=timeout_s))
+
     def abort(self) -> None:
         self.lost()  # the presence socket closes with the engine, so keep its last result
         self._aborted = True

@@ -485,6 +485,12 @@ class NativeEngine(Engine):
     def find_gone(self, ranks: Sequence[int]) -> Sequence[int]:
         return () if self._peers is None else self._peers.find_gone(ranks)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.comm.set_timeout(timeout_s)
+        if self._peers is not None:
+            self._peers.windows.timeout_s = timeout_s
+
     def abort(self) -> None:
         self.comm.abort()
 
