@@ -168,7 +168,7 @@ build/torch-%/tested: build/torch-%/installed
 newest-torch: OPTIONS = -o cache_dir=$(<D)/pytest-cache --timeout 300 -W default
 newest-torch: build/torch-$(NEWEST_TORCH)/installed
 	rm -rf $(<D)/pytest-cache
-	$(<D)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(OPTIONS) tests/plugin tests/api/test_reconfigure.py \
+	$(<D)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(OPTIONS) tests/plugin tests/api/test_reconfigure.py tests/conformance/test_signatures.py \
 	  tests/resilience/test_fully_sharded.py -k 'not simultaneous_losses' \
 	  || $(<D)/bin/python tests/again.py $$? $(OPTIONS)
 

@@ -39,6 +39,8 @@ from allranks._api.collectives import barrier as barrier
 from allranks._api.collectives import batch_isend_irecv as batch_isend_irecv
 from allranks._api.collectives import broadcast as broadcast
 from allranks._api.collectives import gather as gather
+from allranks._api.collectives import gather_into_tensor as gather_into_tensor
+from allranks._api.collectives import gather_single as gather_single
 from allranks._api.collectives import irecv as irecv
 from allranks._api.collectives import isend as isend
 from allranks._api.collectives import monitored_barrier as monitored_barrier
@@ -59,6 +61,7 @@ from allranks._api.groups import merge_remote_group as merge_remote_group
 from allranks._api.groups import new_group as new_group
 from allranks._api.groups import new_subgroups as new_subgroups
 from allranks._api.groups import new_subgroups_by_enumeration as new_subgroups_by_enumeration
+from allranks._api.groups import set_timeout as set_timeout
 from allranks._api.groups import shrink_group as shrink_group
 from allranks._api.groups import split_group as split_group
 from allranks._api.legacy import Backend as Backend

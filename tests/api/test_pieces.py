@@ -50,6 +50,13 @@ def test_gathering_verbs_collect_the_chunk_of_each_rank(ranks: int) -> None:
                     outs = [torch.zeros_like(mine) for _ in range(size)]
                     dist.gather(mine, outs if me == root else None, dst=root)
                     assert me != root or all(map(equal, outs, want))
+                    for gather in (dist.gather_single, dist.gather_into_tensor):
+                        stacked = torch.zeros(size, count, dtype=dtype) if me == root else None
+                        work = gather(mine, stacked, dst=root, async_op=True)
+                        work.wait()
+                        assert stacked is None or equal(stacked, torch.stack(want))
+        with pytest.raises(dist.UsageError, match="Expected a contiguous tensor"):
+            dist.gather_single(torch.ones(2), torch.ones(2 * size + 1), dst=me)
 
     run_ranks(ranks, body)
 

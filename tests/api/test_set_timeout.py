@@ -1,4 +1,4 @@
-"""ProcessGroup.set_timeout: calls that begin later have the new timeout."""
+"""set_timeout: calls that begin later have the new timeout."""
 
 import time
 
@@ -37,7 +37,7 @@ def test_it_applies_to_messages_and_asynchronous_calls() -> None:
             lambda group: dist.all_reduce(torch.ones(1), group=group, async_op=True).wait(),
         ):
             group = dist.new_group([0, 1])
-            group.set_timeout(0.2)
+            dist.set_timeout(0.2, group)
             if dist.get_rank() == 0:
                 with pytest.raises(dist.TimeoutError):
                     call(group)
@@ -49,6 +49,8 @@ def test_it_applies_to_messages_and_asynchronous_calls() -> None:
 def test_a_value_that_is_no_timeout_is_refused() -> None:
     def body() -> None:
         with pytest.raises(dist.UsageError, match="timeout must be"):
-            dist.group.WORLD.set_timeout("long")  # type: ignore[arg-type, union-attr]
+            dist.set_timeout("long")  # type: ignore[arg-type]
+        with pytest.raises(dist.UsageError, match="must be positive"):
+            dist.set_timeout(0)
 
     run_ranks(1, body)

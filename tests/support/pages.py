@@ -14,7 +14,7 @@ OUTPUT = re.compile(
 """Beginnings of blocks that show the output of a command or its files."""
 SHELL = re.compile(
     r"allranks |make |git |source |python |srun |sbatch |mpirun |mpiexec |pip |openssl |export |for |done|cd "
-    r"|torchrun |taskset |docker |conda |(\.\./base/)?\.venv/bin/|\.\./base/"
+    r"|torchrun |taskset |vllm |docker |conda |(\.\./base/)?\.venv/bin/|\.\./base/"
 )
 
 

@@ -50,6 +50,8 @@ __all__ = [
     "batch_isend_irecv",
     "broadcast",
     "gather",
+    "gather_into_tensor",
+    "gather_single",
     "irecv",
     "isend",
     "list_of",
@@ -463,6 +465,143 @@ def gather(
     resolved = resolve_group(group)
     outputs = list_of(gather_list, "gather_list") if gather_list else None
     return resolved.gather(tensor, outputs, root_of(resolved, dst, group_dst, "dst", default=0), async_op)
+
+
+@overload
+def gather_single(
+    tensor: Tensor,
+    gather_tensor: Tensor | None = ...,
+    dst: int | None = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+    group_dst: int | None = ...,
+) -> None: ...
+@overload
+def gather_single(
+    tensor: Tensor,
+    gather_tensor: Tensor | None = ...,
+    dst: int | None = ...,
+    group: Group = ...,
+    async_op: Literal[True] = ...,
+    group_dst: int | None = ...,
+) -> Work: ...
+@overload
+def gather_single(
+    tensor: Tensor,
+    gather_tensor: Tensor | None = ...,
+    dst: int | None = ...,
+    group: Group = ...,
+    async_op: bool = ...,
+    group_dst: int | None = ...,
+) -> Work | None: ...
+def gather_single(
+    tensor: Tensor,
+    gather_tensor: Tensor | None = None,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Gather every rank's ``tensor`` in one tensor on rank ``dst``.
+
+    Args:
+        tensor: Input of this rank.
+        gather_tensor: Only on ``dst``: receives the concatenated or stacked inputs. Contiguous.
+        dst: Rank of the world that receives them. 0 if neither it nor ``group_dst`` is given.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
+        group_dst: Rank of the group that receives them, instead of ``dst``.
+
+    Returns:
+        A Work if ``async_op`` is set. Otherwise None.
+
+    Raises:
+        MismatchError, PeerLostError, TimeoutError, UsageError: See ``all_reduce``.
+
+    Shape:
+        ``gather_tensor`` has P times the elements of ``tensor``, which are the same number on all ranks.
+
+    Cost:
+        as ``gather``.
+
+    Example:
+        >>> rank = dist.get_rank()  # on each of 2 ranks; rank 0 shows:
+        >>> whole = torch.empty(2) if rank == 0 else None
+        >>> dist.gather_single(torch.tensor([rank + 1.0]), whole)
+        >>> whole
+        tensor([1., 2.])
+    """
+    if group is not None and outside(group, "gather_single"):
+        return None
+    resolved = resolve_group(group)
+    outputs = None
+    if gather_tensor is not None:
+        size = resolved.size()
+        check_tensor("gather_tensor", gather_tensor)
+        if not gather_tensor.is_contiguous() or gather_tensor.numel() != size * check_tensor("tensor", tensor).numel():
+            raise UsageError(
+                f"gather_single: gather_tensor has the shape {tuple(gather_tensor.shape)}. Expected a contiguous tensor"
+                f" of {size} x {tensor.numel()} elements"
+            )
+        outputs = list(gather_tensor.view(size, *tensor.shape))
+    return resolved.gather(tensor, outputs, root_of(resolved, dst, group_dst, "dst", default=0), async_op)
+
+
+@overload
+def gather_into_tensor(
+    tensor: Tensor,
+    gather_tensor: Tensor | None = ...,
+    dst: int | None = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+    group_dst: int | None = ...,
+) -> None: ...
+@overload
+def gather_into_tensor(
+    tensor: Tensor,
+    gather_tensor: Tensor | None = ...,
+    dst: int | None = ...,
+    group: Group = ...,
+    async_op: Literal[True] = ...,
+    group_dst: int | None = ...,
+) -> Work: ...
+@overload
+def gather_into_tensor(
+    tensor: Tensor,
+    gather_tensor: Tensor | None = ...,
+    dst: int | None = ...,
+    group: Group = ...,
+    async_op: bool = ...,
+    group_dst: int | None = ...,
+) -> Work | None: ...
+def gather_into_tensor(
+    tensor: Tensor,
+    gather_tensor: Tensor | None = None,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Call ``gather_single``, under another name that torch has.
+
+    Args:
+        tensor: See ``gather_single``.
+        gather_tensor: See ``gather_single``.
+        dst: Rank of the world that receives them. 0 if neither it nor ``group_dst`` is given.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
+        group_dst: Rank of the group that receives them, instead of ``dst``.
+
+    Raises:
+        MismatchError, PeerLostError, TimeoutError, UsageError: See ``all_reduce``.
+
+    Shape:
+        as ``gather_single``.
+
+    Cost:
+        as ``gather_single``.
+    """
+    return gather_single(tensor, gather_tensor, dst, group, async_op, group_dst)
 
 
 @overload

@@ -60,6 +60,7 @@ __all__ = [
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "set_timeout",
     "shrink_group",
     "split_group",
     "split_part",
@@ -415,6 +416,23 @@ def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
         [0, 1]
     """
     return list(resolve_group(group).ranks)
+
+
+def set_timeout(timeout: timedelta | float, group: ProcessGroup | None = None) -> None:
+    """Change the timeout of the calls of this rank on a group that begin later. See ``ProcessGroup.set_timeout``.
+
+    Args:
+        timeout: The timeout, a timedelta or seconds.
+        group: The process group. None: the world.
+
+    Raises:
+        UsageError: The timeout is not positive.
+        NotInitializedError: The group is closed, or there is no world.
+
+    Example:
+        >>> dist.set_timeout(60)
+    """
+    resolve_group(group).set_timeout(timeout)
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:

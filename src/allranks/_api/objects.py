@@ -41,13 +41,17 @@ __all__ = [
 ]
 
 
-def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
+def all_gather_object(
+    object_list: list[Any], obj: Any, group: ProcessGroup | None = None, weights_only: bool = False
+) -> None:
     """Gather every rank's ``obj`` on every rank.
 
     Args:
         object_list: Receives one object per rank, in the order of the ranks.
         obj: Input of this rank.
         group: The process group. None: the world.
+        weights_only: Transfer only tensors and plain values, by ``torch.save`` and ``torch.load(weights_only=True)``,
+            which run no code that the sender has chosen. The same on all ranks.
 
     Raises:
         UsageError: The length of ``object_list`` differs from the size of the group.
@@ -67,13 +71,13 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | No
         return
     resolved = resolve_group(group)
     _check_length(object_list, resolved.size(), "object_list")
-    mine = _pack(obj, resolved)
+    mine = _pack(obj, resolved, weights_only)
     with part_of("all_gather_object"):
         lengths = _all_lengths(resolved, mine)
         # Padded to the longest, because the core needs one size for the single collective.
         rows = mine.new_empty(resolved.size(), max(lengths))
         resolved.all_gather(rows, _padded(mine, max(lengths)))
-    object_list[:] = [_unpack(rows[r, : lengths[r]], resolved, r) for r in range(resolved.size())]
+    object_list[:] = [_unpack(rows[r, : lengths[r]], resolved, r, weights_only) for r in range(resolved.size())]
 
 
 def gather_object(
@@ -82,6 +86,7 @@ def gather_object(
     dst: int | None = None,
     group: ProcessGroup | None = None,
     group_dst: int | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Gather every rank's ``obj`` on rank ``dst``.
 
@@ -91,6 +96,8 @@ def gather_object(
         dst: Rank of the world that receives them. 0 if neither it nor ``group_dst`` is given.
         group: The process group. None: the world.
         group_dst: Rank of the group that receives them, instead of ``dst``.
+        weights_only: Transfer only tensors and plain values, by ``torch.save`` and ``torch.load(weights_only=True)``,
+            which run no code that the sender has chosen. The same on all ranks.
 
     Raises:
         UsageError: The list is missing, is passed on another rank, or its length differs from the size of the group.
@@ -119,14 +126,15 @@ def gather_object(
         )
     if here and object_gather_list is not None:
         _check_length(object_gather_list, resolved.size(), "object_gather_list")
-    mine = _pack(obj, resolved)
+    mine = _pack(obj, resolved, weights_only)
     with part_of("gather_object"):
         lengths = _all_lengths(resolved, mine)
         rows = [mine.new_empty(max(lengths)) for _ in lengths] if here else None
         resolved.gather(_padded(mine, max(lengths)), rows, root)
     if rows is not None and object_gather_list is not None:
         object_gather_list[:] = [
-            _unpack(row[:length], resolved, r) for r, (row, length) in enumerate(zip(rows, lengths, strict=True))
+            _unpack(row[:length], resolved, r, weights_only)
+            for r, (row, length) in enumerate(zip(rows, lengths, strict=True))
         ]
 
 
@@ -136,6 +144,7 @@ def broadcast_object_list(
     group: ProcessGroup | None = None,
     device: torch.device | None = None,
     group_src: int | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Copy the objects of rank ``src``'s list into every rank's list.
 
@@ -146,6 +155,8 @@ def broadcast_object_list(
         device: Accepted for compatibility with torch. The bytes are sent from the CPU, or from the only device that
             the group supports.
         group_src: Rank of the group that has the objects, instead of ``src``.
+        weights_only: Transfer only tensors and plain values, by ``torch.save`` and ``torch.load(weights_only=True)``,
+            which run no code that the sender has chosen. The same on all ranks.
 
     Raises:
         UsageError: The list is empty, or its length differs from that of ``src``'s list.
@@ -167,7 +178,7 @@ def broadcast_object_list(
     root = root_of(resolved, src, group_src, "src", default=0)
     here = resolved.rank() == root
     nothing = torch.empty(0, dtype=torch.uint8, device=resolved.device)
-    packed = _pack(list(object_list), resolved) if here else nothing
+    packed = _pack(list(object_list), resolved, weights_only) if here else nothing
     # The number of objects travels along, so that a list of another length raises.
     length = torch.tensor([packed.numel(), len(object_list)], device="cpu").to(resolved.device)
     with part_of("broadcast_object_list"):
@@ -176,7 +187,7 @@ def broadcast_object_list(
             packed = packed.new_empty(int(length[0]))
         resolved.broadcast(packed, root)
     if not here:
-        _fill(object_list, packed, int(length[1]), resolved, root)
+        _fill(object_list, packed, int(length[1]), resolved, root, weights_only)
 
 
 def scatter_object_list(
@@ -185,6 +196,7 @@ def scatter_object_list(
     src: int | None = None,
     group: ProcessGroup | None = None,
     group_src: int | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Send each rank one object of rank ``src``'s list.
 
@@ -194,6 +206,8 @@ def scatter_object_list(
         src: Rank of the world that has the list. 0 if neither it nor ``group_src`` is given.
         group: The process group. None: the world.
         group_src: Rank of the group that has the list, instead of ``src``.
+        weights_only: Transfer only tensors and plain values, by ``torch.save`` and ``torch.load(weights_only=True)``,
+            which run no code that the sender has chosen. The same on all ranks.
 
     Raises:
         UsageError: A list is missing or empty, or its length differs from the size of the group.
@@ -219,7 +233,7 @@ def scatter_object_list(
     if resolved.rank() == root:
         _check_length(scatter_object_input_list, resolved.size(), "scatter_object_input_list")
         assert scatter_object_input_list is not None
-        pieces = [_pack(obj, resolved) for obj in scatter_object_input_list]
+        pieces = [_pack(obj, resolved, weights_only) for obj in scatter_object_input_list]
         lengths = torch.tensor([piece.numel() for piece in pieces], device="cpu").to(resolved.device)
     with part_of("scatter_object_list"):
         resolved.broadcast(lengths, root)
@@ -227,7 +241,7 @@ def scatter_object_list(
         longest = int(lengths.max())
         mine = torch.empty(longest, dtype=torch.uint8, device=resolved.device)
         resolved.scatter(mine, None if pieces is None else [_padded(piece, longest) for piece in pieces], root)
-    scatter_object_output_list[0] = _unpack(mine[: int(lengths[resolved.rank()])], resolved, root)
+    scatter_object_output_list[0] = _unpack(mine[: int(lengths[resolved.rank()])], resolved, root, weights_only)
 
 
 def send_object_list(
@@ -237,6 +251,7 @@ def send_object_list(
     device: torch.device | None = None,
     group_dst: int | None = None,
     use_batch: bool = False,
+    weights_only: bool = False,
 ) -> None:
     """Send the objects of a list to rank ``dst``.
 
@@ -248,6 +263,8 @@ def send_object_list(
             the group supports.
         group_dst: Another rank of the group, instead of ``dst``.
         use_batch: Accepted for compatibility with torch. No effect.
+        weights_only: Transfer only tensors and plain values, by ``torch.save`` and ``torch.load(weights_only=True)``,
+            which run no code that the sender has chosen. The same on all ranks.
 
     Raises:
         UsageError: The list is empty, or ``dst`` is not another rank.
@@ -270,7 +287,7 @@ def send_object_list(
     _check_list(object_list, "object_list")
     resolved = resolve_group(group)
     to = root_of(resolved, dst, group_dst, "dst")
-    packed = _pack(list(object_list), resolved)
+    packed = _pack(list(object_list), resolved, weights_only)
     resolved.send(torch.tensor([packed.numel(), len(object_list)], device="cpu").to(resolved.device), to)
     resolved.send(packed, to)
 
@@ -282,6 +299,7 @@ def recv_object_list(
     device: torch.device | None = None,
     group_src: int | None = None,
     use_batch: bool = False,
+    weights_only: bool = False,
 ) -> int:
     """Receive a list that another rank has sent with ``send_object_list``.
 
@@ -293,6 +311,8 @@ def recv_object_list(
             the group supports.
         group_src: Sending rank in the group, instead of ``src``.
         use_batch: Accepted for compatibility with torch. No effect.
+        weights_only: Transfer only tensors and plain values, by ``torch.save`` and ``torch.load(weights_only=True)``,
+            which run no code that the sender has chosen. The same on all ranks.
 
     Returns:
         The sending rank, as a rank of the world. -1 if this rank is not in the group.
@@ -313,13 +333,15 @@ def recv_object_list(
     packed = torch.empty(int(length[0]), dtype=torch.uint8, device=resolved.device)
     # From the same rank as the lengths, also if any rank may send.
     resolved.recv(packed, sender)
-    _fill(object_list, packed, int(length[1]), resolved, sender)
+    _fill(object_list, packed, int(length[1]), resolved, sender, weights_only)
     return resolved.ranks[sender]
 
 
-def _pack(obj: Any, group: ProcessGroup) -> Tensor:
+def _pack(obj: Any, group: ProcessGroup, weights_only: bool) -> Tensor:
     buffer = io.BytesIO()
-    if _pickles():
+    if _pickles() and weights_only:
+        torch.save(obj, buffer)
+    elif _pickles():
         pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
     else:
         # The first byte distinguishes the two forms, so a receiver can reject pickles before it unpickles.
@@ -327,7 +349,7 @@ def _pack(obj: Any, group: ProcessGroup) -> Tensor:
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).to(group.device)
 
 
-def _unpack(data: Tensor, group: ProcessGroup, sender: int) -> Any:
+def _unpack(data: Tensor, group: ProcessGroup, sender: int, weights_only: bool) -> Any:
     packed = bytes_of(data)
     if packed[:1] == _PLAIN:
         try:
@@ -343,7 +365,20 @@ def _unpack(data: Tensor, group: ProcessGroup, sender: int) -> Any:
             f"rank {sender} sent a pickle (group '{group.name}'), but rank {group.rank()} rejects pickles"
             " (ALLRANKS_PICKLE=0).\n  Set ALLRANKS_PICKLE to the same value on all ranks."
         )
-    return pickle.loads(packed)
+    if (packed[:2] == _ZIP) != weights_only:
+        raise MismatchError(
+            f"rank {sender} passed weights_only={not weights_only} (group '{group.name}'), but rank {group.rank()}"
+            f" passed weights_only={weights_only}.\n  Pass the same value on all ranks."
+        )
+    if not weights_only:
+        return pickle.loads(packed)
+    try:
+        return torch.load(io.BytesIO(packed), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UsageError(
+            f"the object of rank {sender} (group '{group.name}') has a class that weights_only=True does not accept."
+            f" torch's message: {error}"
+        ) from None
 
 
 def _pickles() -> bool:
@@ -353,6 +388,7 @@ def _pickles() -> bool:
 # --- objects without pickle: msgpack's own types are unchanged, all other types are msgpack extensions
 
 _PLAIN = b"M"  # first byte of msgpack data; a pickle of protocol 2 or later begins with 0x80
+_ZIP = b"PK"  # first bytes of a file of torch.save
 _AS_THEY_ARE = (type(None), bool, float, str, bytes)
 _TUPLE, _SET, _FROZENSET, _DICT, _INT, _TENSOR = range(6)
 _encode = msgspec.msgpack.Encoder().encode
@@ -411,13 +447,13 @@ def _all_lengths(group: ProcessGroup, data: Tensor) -> list[int]:
     return [int(length) for length in lengths.tolist()]
 
 
-def _fill(objects: list[Any], packed: Tensor, count: int, group: ProcessGroup, sender: int) -> None:
+def _fill(objects: list[Any], packed: Tensor, count: int, group: ProcessGroup, sender: int, weights_only: bool) -> None:
     if len(objects) != count:
         raise UsageError(
             f"object_list contains {len(objects)} objects on this rank, but {count} on the sending rank ({sender}).\n"
             f"  Pass a list of {count} elements."
         )
-    objects[:] = _unpack(packed, group, sender)
+    objects[:] = _unpack(packed, group, sender, weights_only)
 
 
 def _check_list(objects: Any, what: str) -> None:

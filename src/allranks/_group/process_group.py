@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
+from allranks._base.errors import UsageError
 from allranks._base.public import publish
 from allranks._base.timeouts import seconds_of
 from allranks._elastic import recovery
@@ -110,6 +111,7 @@ class ProcessGroup(Communicator):
             timeout: The timeout, a timedelta or seconds.
 
         Raises:
+            UsageError: The timeout is not positive.
             NotInitializedError: The group is closed.
 
         Example:
@@ -117,6 +119,8 @@ class ProcessGroup(Communicator):
             >>> group.set_timeout(60)
         """
         seconds = seconds_of(timeout)
+        if seconds <= 0:
+            raise UsageError(f"set_timeout: timeout must be positive, not {timeout!r}")
         self._live().set_timeout(seconds)
         self.timeout_s = seconds
         if self.history is not None:

@@ -103,6 +103,7 @@ class DistributedDataParallel(nn.Module):
         bucket_cap_mb_list: The caps of the first buckets, in MiB. ``bucket_cap_mb`` applies to the rest.
         batched_grad_copy: No effect: copies are always batched.
         forward_sync_buffers: Like ``broadcast_buffers``, but the buffers are always taken at construction.
+        lazy_bucket_allocation: Not supported.
         check_every: Number of synchronized backwards after which the ranks compare their parameters. 0: never. None:
             100, or never with a communication hook, because hooks such as ``post_localSGD_hook`` make them differ. Not
             in torch. A ``State`` compares the ranks itself, so this has no effect in its loops.
@@ -157,10 +158,12 @@ class DistributedDataParallel(nn.Module):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         check_every: int | None = None,
     ) -> None:
         super().__init__()
         _refuse(
+            lazy_bucket_allocation=lazy_bucket_allocation or None,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
             mixed_precision=mixed_precision,
