@@ -159,7 +159,7 @@ BAD = {
     "unknown submodule": (["-m", "json.nowhere"], "cannot find python module 'json.nowhere'"),
     "submodule of a module": (["-m", "this.nowhere"], "cannot find python module 'this.nowhere'"),
     "odd module": (["-m", ".x"], "cannot find python module '.x'"),
-    "package": (["-m", "json"], "'json' is a package without a __main__ module"),
+    "package": (["-m", "email"], "'email' is a package without a __main__ module"),
     "unknown command": (["--", "no-such-command"], "cannot find command 'no-such-command' in PATH"),
     "script as command": (["--", "./plain.py"], "remove the --"),
     "not executable": (["--", "./tool.sh"], "./tool.sh is not executable.\n  Run chmod +x ./tool.sh"),
