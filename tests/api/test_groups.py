@@ -274,14 +274,15 @@ def test_invalid_timeout_is_refused_before_the_barrier_starts(barrier: Any, time
 
 
 @pytest.mark.parametrize("barrier", [dist.monitored_barrier, dist.barrier])
-def test_negative_timeout_expires_immediately(barrier: Any) -> None:
+@pytest.mark.parametrize("timeout", [0, timedelta(0), -5])
+def test_zero_or_negative_timeout_expires_immediately(barrier: Any, timeout: timedelta | float) -> None:
     def body() -> None:
         if dist.get_rank() == 1:
             dist.recv(torch.zeros(1), 0)
             dist.barrier()
             return
         with pytest.raises(dist.TimeoutError):
-            barrier(timeout=-5)
+            barrier(timeout=timeout)
         dist.send(torch.zeros(1), 1)
 
     run_ranks(2, body)

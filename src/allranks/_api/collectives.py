@@ -23,7 +23,7 @@ from allranks._api.world import GroupMember, resolve_group
 from allranks._base.errors import UsageError, rank_list
 from allranks._base.integers import integer_of
 from allranks._base.public import publish
-from allranks._base.timeouts import seconds_of
+from allranks._base.timeouts import SHORTEST_S, seconds_of
 from allranks._call import callsite
 from allranks._call.types import ReduceOp
 from allranks._call.work import Together, Work
@@ -854,7 +854,8 @@ def barrier(
         group: The process group. None: the world.
         async_op: Return immediately, with a Work.
         device_ids: Accepted for compatibility with torch. Groups are not bound to a device.
-        timeout: Timeout of this call, as a timedelta or in seconds. None: the group's timeout.
+        timeout: Timeout of this call, as a timedelta or in seconds. None: the group's timeout. Zero: it expires
+            immediately.
 
     Returns:
         A Work if ``async_op`` is set. Otherwise None.
@@ -879,7 +880,7 @@ def barrier(
     seconds = seconds_of(timeout)  # a wrong value must not start the call
     work = resolve_group(group).barrier(True)
     assert work is not None
-    work.wait(seconds)
+    work.wait(max(seconds, SHORTEST_S))
     return None
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from allranks._base.errors import AllranksError, MismatchError, NotInitializedError, TimeoutError, UsageError
-from allranks._base.timeouts import seconds_of
+from allranks._base.timeouts import SHORTEST_S, seconds_of
 from allranks._call.debug import DebugLevel, get_debug_level
 from allranks._call.types import PremulSum, ReduceOp, premul_sum
 from allranks._call.work import Complete, Then, Together, Work
@@ -263,7 +263,7 @@ class Calls:
         self.count += 1
         try:
             # torch passes a negative timeout if the call has none of its own.
-            if opts.timeout > _NOW:
+            if opts.timeout >= _NOW:
                 return self._limited(opts, verb(*args, async_op=True), opts.timeout)
             if not opts.asyncOp:
                 verb(*args)
@@ -285,7 +285,7 @@ class Calls:
         elif self._detail and isinstance(error, MismatchError):
             _add(error, "Detected mismatch between collectives on ranks")
         elif isinstance(error, TimeoutError):
-            limit_s = opts.timeout.total_seconds() if opts.timeout > _NOW else self.group.timeout_s
+            limit_s = opts.timeout.total_seconds() if opts.timeout >= _NOW else self.group.timeout_s
             words = _monitored(self.group.rank(), error.ranks, limit_s) if self._detail else _timed_out(limit_s)
         self.note(error, words)
 
@@ -294,7 +294,7 @@ class Calls:
         try:
             work = verb(*args, async_op=True)
             if work is not None:
-                work.wait(opts.timeout if opts.timeout > _NOW else None)
+                work.wait(max(seconds_of(opts.timeout), SHORTEST_S) if opts.timeout >= _NOW else None)
         except AllranksError as error:
             self.tell(error, (*args, opts))
             raise
@@ -303,7 +303,7 @@ class Calls:
         self.count += 1
         try:
             together = Together([work for work in [call() for call in calls] if work is not None])
-            if opts.timeout > _NOW:
+            if opts.timeout >= _NOW:
                 return self._limited(opts, together, opts.timeout)
             if opts.asyncOp:
                 return self._begun(together)
@@ -318,7 +318,7 @@ class Calls:
             return DONE
         if opts.asyncOp:
             return self._begun(_CallWithTimeout(work, limit), _timed_out(limit.total_seconds()))
-        work.wait(limit)
+        work.wait(max(seconds_of(limit), SHORTEST_S))
         return DONE
 
     def _begun(self, work: Work, words: str = "") -> TorchWork:
@@ -362,8 +362,7 @@ class _CallWithTimeout(Then):
         self._until = time.monotonic() + seconds_of(limit)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        # At least 1 us: a limit of zero would be the group's timeout.
-        return super().wait(timeout or max(self._until - time.monotonic(), 1e-6))
+        return super().wait(timeout or max(self._until - time.monotonic(), SHORTEST_S))
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
