@@ -284,7 +284,7 @@ class SaveCall:
         failed = [rank for rank, result in enumerate(results) if result.failure]
         first = results[failed[0]]
         if first.is_usage:
-            raise UsageError(first.failure) from trouble
+            raise UsageError(_usage_text(failed, len(results), first)) from trouble
         raise save_failed_error(
             "checkpoint.save", self.step, self.folder, failed, first.process, first.failure
         ) from trouble
@@ -358,6 +358,14 @@ def save_failed_error(
         f"{call}: step {step} was not saved into {folder}: {rank_list(list(ranks))} ({process[0]}, pid {process[1]}):"
         f" {failure.removesuffix('.')}.\n  Earlier checkpoints are unchanged."
     )
+
+
+def _usage_text(failed: Sequence[int], size: int, first: _VoteResult) -> str:
+    """Return the text of a UsageError. If it concerns only some ranks, it names them and the first one's process."""
+    if len(failed) == size:
+        return first.failure
+    found = first.failure.removeprefix("checkpoint: ").removeprefix("checkpoint.save: ")
+    return f"checkpoint.save: {rank_list(list(failed))} ({first.process[0]}, pid {first.process[1]}): {found}"
 
 
 _ACTIONS = dict.fromkeys(
