@@ -250,6 +250,7 @@ def test_invalid_arguments_are_refused() -> None:
     for words, call in (
         ("step=-1: expected an integer", lambda: checkpoint.save({}, "x", step=-1)),
         ("keep=0: expected an integer that is at least 1", lambda: checkpoint.save({}, "x", step=1, keep=0)),
+        ("keep=True: expected an integer that is at least 1", lambda: checkpoint.save({}, "x", step=1, keep=True)),
         ("apply only to checkpoints of all ranks.\n  Pass step=N", lambda: checkpoint.save({}, "x", keep=1)),
         (
             "the path has type dict; expected a string or a path object.\n  Pass the arguments",

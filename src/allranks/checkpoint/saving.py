@@ -336,7 +336,8 @@ def check_numbers(call: str, step: int, keep: int | None, keep_every: int | None
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
         raise UsageError(f"{call}: step={step!r}: expected an integer from 0 to 10**18 - 1")
     for name, number in (("keep", keep), ("keep_every", keep_every)):
-        if number is not None and (not isinstance(number, int) or number < 1):
+        # True is an int: keep=True would keep a single checkpoint and remove all others.
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise UsageError(f"{call}: {name}={number!r}: expected an integer that is at least 1")
 
 
