@@ -270,6 +270,7 @@ class FlatWork(OperandsWork):
         # In slices, so that Ctrl-C is noticed between them.
         while not self._ended_within(_SLICE_S if deadline is None else min(_SLICE_S, deadline - time.monotonic())):
             if deadline is not None and time.monotonic() >= deadline:
+                self._record_end_of_wait()
                 raise TimeoutError(
                     f"{self._engine.here(verb)}: has not completed after {limit_s:.1f} s.\n"
                     "  The call continues. Call wait() again to wait longer."
@@ -330,6 +331,11 @@ class FlatWork(OperandsWork):
         if self._record is not None and not self._awaited:
             self._awaited = True
             self._record.set_awaited(site())
+
+    def _record_end_of_wait(self) -> None:
+        if self._record is not None and self._awaited:
+            self._awaited = False
+            self._record.clear_awaited()
 
     def source_rank(self) -> int:
         assert self.progress is not None
