@@ -23,10 +23,10 @@ from allranks._api.world import GroupMember, resolve_group
 from allranks._base.errors import UsageError, rank_list
 from allranks._base.integers import integer_of
 from allranks._base.public import publish
-from allranks._base.timeouts import SHORTEST_S, seconds_of
+from allranks._base.timeouts import seconds_of
 from allranks._call import callsite
 from allranks._call.types import ReduceOp
-from allranks._call.work import Together, Work
+from allranks._call.work import CallWithTimeout, Together, Work
 from allranks._engines.checks import check_apart, check_tensor
 
 if TYPE_CHECKING:
@@ -875,12 +875,13 @@ def barrier(
     """
     if group is not None and outside(group, "barrier"):
         return None
-    if timeout is None or async_op:
+    if timeout is None:
         return resolve_group(group).barrier(async_op)
     seconds = seconds_of(timeout)  # a wrong value must not start the call
-    work = resolve_group(group).barrier(True)
-    assert work is not None
-    work.wait(max(seconds, SHORTEST_S))
+    work = CallWithTimeout(resolve_group(group).barrier(True), seconds)
+    if async_op:
+        return work
+    work.wait()
     return None
 
 

@@ -18,7 +18,7 @@ from allranks._call.futures import End, future_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Complete", "Then", "Together", "Work"]
+__all__ = ["CallWithTimeout", "Complete", "Then", "Together", "Work"]
 
 
 class Work(abc.ABC):
@@ -146,6 +146,17 @@ class Then(Work):
 
     def end(self, ticket: int) -> End:
         return self._work.end(ticket)
+
+
+class CallWithTimeout(Then):
+    """A call with its own timeout, in seconds, which starts at the call."""
+
+    def __init__(self, work: Work, limit_s: float) -> None:
+        super().__init__(work, lambda: None, work._results())
+        self._until = time.monotonic() + limit_s
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        return super().wait(timeout or max(self._until - time.monotonic(), SHORTEST_S))
 
 
 class Together(Work):

@@ -7,7 +7,6 @@ tensors wherever gloo does. These calls complete before they return. So does eve
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -20,7 +19,7 @@ from allranks._base.errors import AllranksError, MismatchError, NotInitializedEr
 from allranks._base.timeouts import SHORTEST_S, seconds_of
 from allranks._call.debug import DebugLevel, get_debug_level
 from allranks._call.types import PremulSum, ReduceOp, premul_sum
-from allranks._call.work import Complete, Then, Together, Work
+from allranks._call.work import CallWithTimeout, Complete, Together, Work
 from allranks._engines.checks import check_apart
 from allranks._engines.operands import different
 from allranks._plugin.work import DONE, TorchWork
@@ -317,7 +316,7 @@ class Calls:
         if work is None:
             return DONE
         if opts.asyncOp:
-            return self._begun(_CallWithTimeout(work, limit), _timed_out(limit.total_seconds()))
+            return self._begun(CallWithTimeout(work, seconds_of(limit)), _timed_out(limit.total_seconds()))
         work.wait(max(seconds_of(limit), SHORTEST_S))
         return DONE
 
@@ -352,17 +351,6 @@ class Calls:
                 f"{self.group.size()}, same as the number of ranks"
             )
         return given  # type: ignore[no-any-return]
-
-
-class _CallWithTimeout(Then):
-    """A call with its own timeout, which starts at the call."""
-
-    def __init__(self, work: Work, limit: timedelta) -> None:
-        super().__init__(work, lambda: None, work._results())
-        self._until = time.monotonic() + seconds_of(limit)
-
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        return super().wait(timeout or max(self._until - time.monotonic(), SHORTEST_S))
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
