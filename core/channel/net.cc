@@ -416,8 +416,10 @@ bool Net::wait_for_messages(int timeout_ms) {
 }
 
 void Net::watch_message_streams() {
-  // If it was set already, the thread polls the streams and will ring.
-  if (watching_.exchange(true, std::memory_order_seq_cst)) return;
+  // If it was set already, the thread polls the streams and will ring. It does not wait for space in a stream that has
+  // become full since, so it must choose the events again.
+  const bool full = std::any_of(others_.begin(), others_.end(), [&](int r) { return peer(r).message_stream.full(); });
+  if (watching_.exchange(true, std::memory_order_seq_cst) && !full) return;
   start_thread();
   wake();
 }

@@ -233,6 +233,8 @@ void Shm::look_around(Patience& patience, const Failure& about, Asked awaited, i
     // A rank that has left is a failure in two cases: it is the awaited rank, or any rank is awaited and all other
     // ranks have gone.
     if (found == Presence::left && missing != r && !(missing == kAnyRank && gone == ranks() - 1)) continue;
+    // The first failure is reported. A rank that was lost is a better cause than one that left, perhaps because of it.
+    if (failure.peer >= 0 && (found == Presence::left || failure.kind != Kind::left)) continue;
     failure.kind = found == Presence::left ? Kind::left : found == Presence::died ? Kind::died : Kind::unreachable;
     failure.peer = r;
   }

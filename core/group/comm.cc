@@ -422,6 +422,7 @@ void Comm::wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns
         throw error;
       }
       if (timeout_ns >= 0 && sys::now_ns() - began >= timeout_ns) {
+        if (trace::Record* const record = running_record_.load()) trace::Recorder::clear_awaited(*record);
         failure.kind = Kind::timeout;
         failure.peer = -1;
         throw Error(failure);

@@ -300,7 +300,10 @@ void PointToPoint::wait(const std::shared_ptr<Message>& message, Caller& caller,
         waiter.publish();
         explain(error, *message, caller);
         if (!shm_.condemned()) waiter.withdraw();
-        if (!patience.final) throw;
+        if (!patience.final) {
+          if (message->record.record != nullptr) trace::Recorder::clear_awaited(*message->record.record);
+          throw;
+        }
       }
       // The group has ended. Owners may free their tensors when this throws, so no message may use them afterwards.
       const auto lock = lock_releasing(lock_, caller);

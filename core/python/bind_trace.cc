@@ -40,6 +40,12 @@ struct OtherCall {
     if (call.record->site == 0) recorder->set_site(call, recorder->site(site));
   }
 
+  void clear_awaited() const {
+    if (call.record == nullptr || recorder->forked()) return;
+    if (call.record->index.load(std::memory_order_relaxed) != call.index) return;  // a later call has the record now
+    Recorder::clear_awaited(*call.record);
+  }
+
   void end(bool succeeded) {
     if (call.record == nullptr || recorder->forked()) return;
     const int64_t now = sys::now_ns();
@@ -97,6 +103,7 @@ void bind_trace(nb::module_& m) {
   nb::class_<OtherCall>(m, "OtherCall", "A call in progress of an engine other than the native engine.")
       .def("set_awaited", &OtherCall::set_awaited, nb::arg("site"),
            "Mark the call as awaited by the program at this call site, for some time.")
+      .def("clear_awaited", &OtherCall::clear_awaited, "Mark the call as no longer awaited: its wait has timed out.")
       .def("end", &OtherCall::end, nb::arg("succeeded"), "Record the end of the call. A second call does nothing.");
   nb::class_<Recorder>(m, "Recorder", "Records this process's calls in memory that others can read.")
       .def(nb::new_([](int fd, size_t records, int rank, int world_size, size_t members, const std::string& host) {

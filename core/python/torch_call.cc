@@ -76,7 +76,7 @@ class TorchCall {
     for (const nb::object& watcher : watchers_) {
       if (truth(watcher())) return nothing;
     }
-    const int limited = PyObject_RichCompareBool(attribute(options, timeout_).ptr(), zero_.ptr(), Py_GT);
+    const int limited = PyObject_RichCompareBool(attribute(options, timeout_).ptr(), zero_.ptr(), Py_GE);
     if (limited < 0) nb::raise_python_error();
     if (limited > 0) return nothing;
     nb::object op = nb::none();

@@ -160,6 +160,10 @@ class Recorder {
   }
 
   static void set_awaited(Record& record) { record.flags.fetch_or(kAwaited, std::memory_order_relaxed); }
+  // Note that a wait with its own timeout has ended before the call. Otherwise it would be reported as a long wait.
+  static void clear_awaited(Record& record) {
+    record.flags.fetch_and(static_cast<uint8_t>(~kAwaited), std::memory_order_relaxed);
+  }
 
   // Count that a rank was the last of a group to arrive, and by how much. Called by one thread at a time per group.
   void count_last(size_t group, int rank, int64_t late_ns);

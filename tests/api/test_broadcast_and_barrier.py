@@ -9,7 +9,7 @@ import allranks as dist
 from allranks.testing import run_ranks
 
 
-def test_broadcast() -> None:
+def test_broadcast_copies_the_tensor_of_the_root_to_every_rank() -> None:
     def body() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         for dtype in (torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex128, torch.float8_e4m3fn):
@@ -22,8 +22,10 @@ def test_broadcast() -> None:
         grid = torch.arange(6.0).reshape(2, 3).t() * (rank == 1)
         dist.broadcast(grid, src=1)
         assert torch.equal(grid, torch.arange(6.0).reshape(2, 3).t())
-        works = [dist.broadcast(torch.full((n,), float(rank)), 2, async_op=True) for n in (1, 100, 100_000)]
+        tensors = [torch.full((n,), float(rank)) for n in (1, 100, 100_000)]
+        works = [dist.broadcast(tensor, 2, async_op=True) for tensor in tensors]
         assert all(work.wait() for work in works)
+        assert all(tensor.eq(2).all() for tensor in tensors)
 
     run_ranks(3, body)
 

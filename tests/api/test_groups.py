@@ -247,7 +247,11 @@ def test_variables_that_are_not_numbers_are_named() -> None:
     run_ranks(1, body)
 
 
-@pytest.mark.parametrize("barrier", [dist.monitored_barrier, dist.barrier])
+def asynchronous_barrier(timeout: Any) -> None:
+    dist.barrier(async_op=True, timeout=timeout).wait()
+
+
+@pytest.mark.parametrize("barrier", [dist.monitored_barrier, dist.barrier, asynchronous_barrier])
 @pytest.mark.parametrize("timeout", [timedelta(seconds=0.3), 0.3])
 def test_a_missing_rank_is_named_by_a_barrier_with_a_timeout(barrier: Any, timeout: timedelta | float) -> None:
     def body() -> str:
@@ -261,7 +265,7 @@ def test_a_missing_rank_is_named_by_a_barrier_with_a_timeout(barrier: Any, timeo
     assert "rank 1 (" in run_ranks(3, body)[0]
 
 
-@pytest.mark.parametrize("barrier", [dist.monitored_barrier, dist.barrier])
+@pytest.mark.parametrize("barrier", [dist.monitored_barrier, dist.barrier, asynchronous_barrier])
 @pytest.mark.parametrize("timeout", ["soon", float("nan")])
 def test_invalid_timeout_is_refused_before_the_barrier_starts(barrier: Any, timeout: Any) -> None:
     def body() -> None:
@@ -273,15 +277,16 @@ def test_invalid_timeout_is_refused_before_the_barrier_starts(barrier: Any, time
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("barrier", [dist.monitored_barrier, dist.barrier])
-def test_negative_timeout_expires_immediately(barrier: Any) -> None:
+@pytest.mark.parametrize("barrier", [dist.monitored_barrier, dist.barrier, asynchronous_barrier])
+@pytest.mark.parametrize("timeout", [0, timedelta(0), -5])
+def test_zero_or_negative_timeout_expires_immediately(barrier: Any, timeout: timedelta | float) -> None:
     def body() -> None:
         if dist.get_rank() == 1:
             dist.recv(torch.zeros(1), 0)
             dist.barrier()
             return
         with pytest.raises(dist.TimeoutError):
-            barrier(timeout=-5)
+            barrier(timeout=timeout)
         dist.send(torch.zeros(1), 1)
 
     run_ranks(2, body)

@@ -118,6 +118,16 @@ def test_error_about_an_unsupported_device_names_the_supported_tensors() -> None
     run_ranks(2, body)
 
 
+def test_environment_variable_sets_the_default_backend_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALLRANKS_BACKEND", "gloo")
+    assert dist.get_default_backend_for_device("cpu") == "gloo"
+    with pytest.raises(dist.ConfigError, match=r"no engine of the default backend \(gloo\) supports tensors on cuda"):
+        dist.get_default_backend_for_device("cuda")
+    monkeypatch.setenv("ALLRANKS_BACKEND", "gloom")
+    with pytest.raises(dist.ConfigError, match="ALLRANKS_BACKEND: "):
+        dist.get_default_backend_for_device("cpu")
+
+
 def test_availability_and_default_backends_are_reported() -> None:
     assert dist.is_gloo_available() == dist.is_backend_available("GLOO") == torch.distributed.is_gloo_available()
     assert dist.is_nccl_available() == dist.is_backend_available("nccl") == torch.distributed.is_nccl_available()

@@ -196,6 +196,24 @@ def test_killed_rank_is_named_with_gloo(verb: str) -> None:
         assert "died" in text
 
 
+def test_unknown_failure_of_gloo_names_rank_call_and_next_step() -> None:
+    def body() -> None:
+        def fail() -> None:
+            raise RuntimeError("[/gloo/pair.cc:1] writev: broken")
+
+        again()
+        dist.group.WORLD.engine.begin_barrier = fail  # type: ignore[union-attr, attr-defined]
+        with pytest.raises(dist.AllranksError) as caught:
+            dist.barrier()
+        assert str(caught.value).splitlines()[:2] == [
+            "barrier on group 'world' (rank 0 of 1): gloo: writev: broken",
+            "  Check the output of the other ranks. If it shows no failure, set ALLRANKS_DEBUG=DETAIL: the ranks then"
+            " compare their calls.",
+        ]
+
+    run_ranks(1, body)
+
+
 def test_debug_mode_compares_calls() -> None:
     def body() -> None:
         again()

@@ -119,6 +119,23 @@ def test_a_child_that_holds_the_sockets_does_not_hide_a_death(made: bool) -> Non
     assert run_ranks(2, body, may_die={1})[0] < 1
 
 
+def test_died_rank_is_reported_although_a_later_rank_has_left() -> None:
+    def body() -> None:
+        group = dist.new_group()
+        dist.barrier(group)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if dist.get_rank() == 2:
+            dist.destroy_process_group(group)
+            return
+        while group.failed_ranks() != [1, 2]:
+            time.sleep(0.01)
+        with pytest.raises(dist.PeerLostError, match=r"rank 1 .* died"):
+            dist.recv(torch.empty(1), group=group)
+
+    run_ranks(3, body, may_die={1})
+
+
 def test_rank_that_leaves_one_group_stays_in_its_other_groups() -> None:
     def body() -> None:
         left, unused, kept = dist.new_group(), dist.new_group(), dist.new_group()

@@ -6,10 +6,10 @@ import os
 import re
 import signal
 import subprocess
-import time
 
 import pytest
 
+from allranks._cluster.env import NOTICE_AFTER, notice_seconds
 from allranks._trace.inspection import next_limit
 from allranks._trace.kernel import KernelWait
 from allranks._trace.state import CallState, GroupState, RankState
@@ -169,7 +169,7 @@ import torch
 import allranks as dist
 
 def load(how):
-    if how == "sleep": time.sleep(1000)
+    if how == "sleep": print("hangs", flush=True); time.sleep(1000)
     if how == "stop": os.kill(os.getpid(), signal.SIGSTOP)
     if how == "loop": max(iter(int, 1))
     if how == "branch": dist.recv(torch.ones(1), 0)
@@ -215,12 +215,18 @@ def first_line(process: subprocess.Popen[bytes]) -> str:
 
 
 def test_wait_report_can_be_disabled(launcher: Launcher) -> None:
+    """A job without reports hangs for longer than another job, which starts later and reports after 1 s."""
+    assert notice_seconds({NOTICE_AFTER: "0"}) == 0
     launcher.write(PROGRAM, "hung.py")
-    environ = {"ALLRANKS_NOTICE_AFTER": "0"}
-    process = launcher.start("-n", "3", "hung.py", "sleep", real_torch=True, environ=environ)
-    time.sleep(5)
-    os.kill(process.pid, signal.SIGINT)
-    assert "waited" not in process.communicate(timeout=30)[1].decode()
+    silent = launcher.start("-n", "3", "hung.py", "sleep", real_torch=True, environ={NOTICE_AFTER: "0"})
+    assert silent.stdout is not None
+    assert silent.stdout.readline().decode() == "[1] hangs\n"
+    other = launcher.start("-n", "3", "hung.py", "sleep", real_torch=True, environ={NOTICE_AFTER: "1"})
+    assert "waited" in first_line(other)
+    for process in (other, silent):
+        os.kill(process.pid, signal.SIGINT)
+    assert "waited" not in silent.communicate(timeout=30)[1].decode()
+    other.communicate(timeout=30)
 
 
 def test_invalid_time_until_a_wait_report_is_rejected(launcher: Launcher) -> None:

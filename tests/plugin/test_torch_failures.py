@@ -1,4 +1,4 @@
-"""A failure under torch's DistributedDataParallel or FSDP2 raises an error of allranks on every rank, without delay."""
+"""A failure under torch's DistributedDataParallel or FSDP2 raises an error of allranks on every rank."""
 
 import os
 import signal
@@ -41,27 +41,26 @@ def training(kind: str) -> Callable[[], None]:
 
 def failing(
     kinds: Sequence[str], fail: Callable[[], None], timeout_s: float = TIMEOUT_S
-) -> Callable[[], list[tuple[str, str, float]]]:
+) -> Callable[[], list[tuple[str, str]]]:
     """Return the function of a rank: for each kind, in a new world, training steps in which rank 1 fails.
 
-    The function returns the errors: type, text, seconds.
+    The function returns the type and text of each error.
     """
 
-    def once(kind: str) -> tuple[str, str, float]:
+    def once(kind: str) -> tuple[str, str]:
         step = training(kind)
         for _ in range(3):
             step()
-        began = time.monotonic()
         try:
             if dist.get_rank() == 1:
                 fail()
             for _ in range(3):
                 step()
         except dist.AllranksError as error:
-            return type(error).__name__, str(error), time.monotonic() - began
-        return "none", "", 0.0
+            return type(error).__name__, str(error)
+        return "none", ""
 
-    def body() -> list[tuple[str, str, float]]:
+    def body() -> list[tuple[str, str]]:
         errors = []
         for kind in kinds:
             dist.init_process_group(timeout=timeout_s)
@@ -81,15 +80,15 @@ def test_killed_rank_raises_peer_lost_error_on_the_other_ranks(kind: str) -> Non
     body = failing([kind], lambda: os.kill(os.getpid(), signal.SIGKILL), timeout_s=30.0)
     results = run_ranks(3, body, init=False, may_die={1})
     for rank in (0, 2):
-        error, text, seconds = results[rank][0]
-        assert (error, seconds < 1.1) == ("PeerLostError", True), (error, text, seconds)
+        error, text = results[rank][0]
+        assert error == "PeerLostError", text
         assert "rank 1" in text
         assert "died" in text
 
 
 def test_different_call_raises_mismatch_error_on_every_rank() -> None:
     for errors in run_ranks(2, failing(KINDS, lambda: torch_dist.all_reduce(torch.ones(5))), init=False):
-        for error, text, _ in errors:
+        for error, text in errors:
             assert error == "MismatchError", text
             assert "5 x float32, SUM" in text
             assert "test_torch_failures.py" in text  # the call site
@@ -98,33 +97,26 @@ def test_different_call_raises_mismatch_error_on_every_rank() -> None:
 def test_late_rank_raises_timeout_error_on_every_rank() -> None:
     results = run_ranks(2, failing(KINDS, lambda: time.sleep(2 * TIMEOUT_S)), init=False)
     for rank, errors in enumerate(results):
-        for error, text, _ in errors:
+        for error, text in errors:
             assert error == "TimeoutError", text
             assert ("after it had waited for this rank" if rank == 1 else "no data from rank 1") in text
-    assert all(seconds < TIMEOUT_S + 1.0 for _, _, seconds in results[0])
 
 
 def test_ctrl_c_interrupts_backward() -> None:
     """Check that Ctrl-C interrupts the wait of DistributedDataParallel in C++ at the end of backward."""
 
-    def body() -> float:
+    def body() -> None:
         dist.torch_group()
+        other = dist.new_group()
         step = training("ddp")
         step()
         if dist.get_rank() == 1:
-            time.sleep(3.0)
-            return 0.0
-        pressed = 0.0
-
-        def press() -> None:
-            nonlocal pressed
-            pressed = time.monotonic()
-            os.kill(os.getpid(), signal.SIGINT)
-
+            dist.recv(torch.empty(1), 0, group=other)  # returns only after the interrupt of rank 0
+            return
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Timer(0.3, press).start()
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             step()
-        return time.monotonic() - pressed
+        dist.send(torch.empty(1), 1, group=other)
 
-    assert run_ranks(2, body)[0] < 1.0
+    run_ranks(2, body)

@@ -225,6 +225,29 @@ mw.shutdown()
         init_master_worker("gloo", init_method="env://")
 
 
+def test_threads_of_the_master_block_signals_and_workers_do_not() -> None:
+    """Check the signal masks. Otherwise the kernel could deliver Ctrl-C to a thread that does not handle it."""
+    script = """
+import threading, signal
+import allranks
+
+def blocked(task):
+    with open(f"/proc/{task}/status") as file:
+        mask = next(line.split()[1] for line in file if line.startswith("SigBlk"))
+    return bool(int(mask, 16) >> (signal.SIGINT - 1) & 1)
+
+mw = allranks.init_master_worker(workers=1)
+names = {each.name for each in threading.enumerate() if not blocked(each.native_id)}
+mw.respawn(1, force=True)
+# In the worker itself: its main thread blocks signals for a moment while it starts threads.
+mask = mw.remote(signal.pthread_sigmask, on=1)(signal.SIG_BLOCK, ()).result()
+print(names, mask)
+mw.shutdown()
+"""
+    done = warm.run([sys.executable, "-c", script], timeout=60, check=True)
+    assert done.stdout == "{'MainThread'} set()\n"
+
+
 @pytest.mark.parametrize("method", ["tcp://127.0.0.1:29533", "file:///tmp/nobody-is-there"])
 def test_launcher_master_finds_its_workers_with_any_init_method(method: str, tmp_path: Path) -> None:
     path = tmp_path / "thd.py"

@@ -149,6 +149,24 @@ def test_own_tensors_are_restored_only_on_ranks_that_saved_them(tmp_path: Path) 
     assert [own for own, _ in ended] == [[3.0], [30.0], [200.0]], ended
 
 
+def test_checkpoint_of_another_model_is_refused_with_advice_about_the_state(tmp_path: Path) -> None:
+    def train(size: int) -> None:
+        state = State(weight=torch.zeros(size), checkpoints=Checkpoints(tmp_path, every=1))
+        for step in state.steps(2):
+            with step:
+                pass
+
+    def body() -> None:
+        train(2)
+        with pytest.raises(dist.CheckpointError, match=r"has shape \[2\] in .*, but \[3\] in") as caught:
+            train(3)
+        text = str(caught.value)
+        assert "into=" not in text
+        assert "\n  Pass State the objects of the saved training, or Checkpoints an empty folder" in text
+
+    run_ranks(1, body)
+
+
 def test_checkpoint_is_written_before_all_ranks_leave(tmp_path: Path) -> None:
     def main() -> tuple[Any, int, float]:
         weight = torch.zeros(1)

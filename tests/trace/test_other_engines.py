@@ -1,4 +1,4 @@
-"""Recording of calls on engines outside the core, with gloo as the example. tests/engines covers mpi."""
+"""Recording of calls, above all on engines outside the core, with gloo as the example. tests/engines covers mpi."""
 
 import contextlib
 import mmap
@@ -100,6 +100,29 @@ def test_waiting_rank_is_visible_with_its_call_site():
     assert (call.title, call.async_op, call.awaited) == ("all_reduce #1", False, True)
     assert "test_other_engines.py" in call.site
     os.close(fd)
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_call_is_no_longer_awaited_after_its_wait_has_timed_out(backend):
+    def body():
+        dist.destroy_process_group()
+        dist.init_process_group(backend, timeout=30)
+        if dist.get_rank() == 1:
+            dist.recv(torch.ones(1), 0)
+            dist.send(torch.ones(2), 0)
+            dist.all_reduce(torch.ones(2))
+            return None
+        works = [dist.irecv(torch.ones(2), 1), dist.all_reduce(torch.ones(2), async_op=True)]
+        for work in works:
+            with pytest.raises(dist.TimeoutError):
+                work.wait(0.3)
+        found = [(call.verb, call.awaited) for call in memory.reader().open_calls()]
+        dist.send(torch.ones(1), 1)
+        for work in works:
+            work.wait()
+        return found
+
+    assert run_ranks(2, body)[0] == [("recv", False), ("all_reduce", False)]
 
 
 def test_failed_call_is_recorded():

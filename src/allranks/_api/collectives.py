@@ -26,7 +26,7 @@ from allranks._base.public import publish
 from allranks._base.timeouts import seconds_of
 from allranks._call import callsite
 from allranks._call.types import ReduceOp
-from allranks._call.work import Together, Work
+from allranks._call.work import CallWithTimeout, Together, Work
 from allranks._engines.checks import check_apart, check_tensor
 
 if TYPE_CHECKING:
@@ -993,7 +993,8 @@ def barrier(
         group: The process group. None: the world.
         async_op: Return immediately, with a Work.
         device_ids: Accepted for compatibility with torch. Groups are not bound to a device.
-        timeout: Timeout of this call, as a timedelta or in seconds. None: the group's timeout.
+        timeout: Timeout of this call, as a timedelta or in seconds. None: the group's timeout. Zero: it expires
+            immediately.
 
     Returns:
         A Work if ``async_op`` is set. Otherwise None.
@@ -1013,12 +1014,13 @@ def barrier(
     """
     if group is not None and outside(group, "barrier"):
         return None
-    if timeout is None or async_op:
+    if timeout is None:
         return resolve_group(group).barrier(async_op)
     seconds = seconds_of(timeout)  # a wrong value must not start the call
-    work = resolve_group(group).barrier(True)
-    assert work is not None
-    work.wait(seconds)
+    work = CallWithTimeout(resolve_group(group).barrier(True), seconds)
+    if async_op:
+        return work
+    work.wait()
     return None
 
 

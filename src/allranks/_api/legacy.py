@@ -221,12 +221,15 @@ def get_backend_config(group: ProcessGroup | None = None) -> str:
 def get_default_backend_for_device(device: str | torch.device) -> str:
     """Return the engine for tensors on a device, if a group was created without a backend argument.
 
+    ALLRANKS_BACKEND (``allranks run --backend``) sets the backend of such groups.
+
     Raises:
-        ConfigError: This version has no engine for the device.
+        ConfigError: This version has no engine for the device, or ALLRANKS_BACKEND is invalid.
     """
     kind = str(device).partition(":")[0]
-    usual = _engines.engines_of(DEFAULT_BACKEND)
-    here = _engines.check_backend(None)
+    here = world.chosen_backend(None)
+    # Without the variable, the engine of a device that this process lacks is known, too.
+    usual = _engines.engines_of(here if os.environ.get("ALLRANKS_BACKEND") else DEFAULT_BACKEND)
     if kind not in usual and not _engines.moves(here, kind):
         raise ConfigError(
             f"get_default_backend_for_device: no engine of the default backend ({here}) supports tensors on {device}.\n"

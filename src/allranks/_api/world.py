@@ -198,7 +198,7 @@ def init_process_group(
             raise UsageError(f"{argument} must be a whole number, not {number!r}")
     if not isinstance(timeout, timedelta | Real | None):
         raise UsageError(f"timeout must be a timedelta, a number of seconds or None, not {timeout!r}")
-    engine_name = _check_backend(backend)
+    engine_name = chosen_backend(backend)
     if pg_options is not None:
         raise UsageError(
             f"init_process_group: the {engine_name} engine does not support pg_options {pg_options!r}.\n"
@@ -467,7 +467,12 @@ def stats(group: ProcessGroup | None = None) -> Stats:
     return resolve_group(group).stats()
 
 
-def _check_backend(backend: str | None) -> str:
+def chosen_backend(backend: str | None) -> str:
+    """Return the normalized backend of ``init_process_group(backend)``, which ALLRANKS_BACKEND sets if it is None.
+
+    Raises:
+        ConfigError: The backend does not exist, or is not available.
+    """
     configured = None if backend else os.environ.get("ALLRANKS_BACKEND")
     try:
         return _engines.check_backend(configured or backend)

@@ -35,14 +35,14 @@ def reason(error: BaseException) -> str:
     if isinstance(error, builtins.TimeoutError):
         # A timeout of a socket has no error number and no system text.
         return "no answer"
-    return str(getattr(error, "strerror", None) or error).lower()
+    return _within_sentence(str(getattr(error, "strerror", None) or error))
 
 
 def refusal(what: str, error: OSError | MemoryError) -> str:
     """Return a text that states what failed, the reason, and what to check."""
     if isinstance(error, MemoryError):
         error = OSError(errno.ENOMEM, "out of memory")
-    why = (error.strerror or str(error)).lower()
+    why = _within_sentence(error.strerror or str(error))
     # `filename` of an OSError can also be a descriptor.
     path = f" ({error.filename})" if isinstance(error.filename, str) and error.filename else ""
     advice = _ADVICE.get(error.errno or 0, "")
@@ -65,3 +65,8 @@ def refusals(what: str) -> Iterator[None]:
         raise
     except (OSError, MemoryError) as error:
         raise ConfigError(refusal(what, error)) from error
+
+
+def _within_sentence(text: str) -> str:
+    """Return the text without the capital of its first word. Names, paths and abbreviations stay as they are."""
+    return text[:1].lower() + text[1:] if text[1:2].islower() else text

@@ -7,10 +7,13 @@ from numbers import Real
 
 from allranks._base.errors import UsageError
 
-__all__ = ["LONGEST_WAIT_S", "seconds_of"]
+__all__ = ["LONGEST_WAIT_S", "SHORTEST_S", "seconds_of"]
 
 LONGEST_WAIT_S = 2e6
 """The longest wait that epoll accepts (31 bits of milliseconds), in seconds: three weeks."""
+
+SHORTEST_S = 1e-6
+"""The limit of a wait that has expired, in seconds. `Work.wait` treats zero as the group's timeout, as torch does."""
 
 _LONGEST_S = 1e8  # three years; clocks count nanoseconds in 64 bits
 

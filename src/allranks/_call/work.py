@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, NoReturn
 from allranks._base.errors import UsageError
 from allranks._base.forks import forks, refusal
 from allranks._base.public import publish
-from allranks._base.timeouts import seconds_of
+from allranks._base.timeouts import SHORTEST_S, seconds_of
 from allranks._call.futures import End, future_of
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Complete", "Then", "Together", "Work"]
-
-_SHORTEST_S = 1e-6  # a limit of zero would be the timeout of the group
+__all__ = ["CallWithTimeout", "Complete", "Then", "Together", "Work"]
 
 
 class Work(abc.ABC):
@@ -150,6 +148,17 @@ class Then(Work):
         return self._work.end(ticket)
 
 
+class CallWithTimeout(Then):
+    """A call with its own timeout, in seconds, which starts at the call."""
+
+    def __init__(self, work: Work, limit_s: float) -> None:
+        super().__init__(work, lambda: None, work._results())
+        self._until = time.monotonic() + limit_s
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        return super().wait(timeout or max(self._until - time.monotonic(), SHORTEST_S))
+
+
 class Together(Work):
     """Several calls as one."""
 
@@ -160,7 +169,7 @@ class Together(Work):
         if timeout is None or seconds_of(timeout) <= 0:  # see `Work.wait`
             return all(work.wait(timeout) for work in self._works)
         deadline = time.monotonic() + seconds_of(timeout)
-        return all(work.wait(max(deadline - time.monotonic(), _SHORTEST_S)) for work in self._works)
+        return all(work.wait(max(deadline - time.monotonic(), SHORTEST_S)) for work in self._works)
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)

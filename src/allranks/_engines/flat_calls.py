@@ -27,12 +27,17 @@ from allranks._engines.recording import EngineRecording, Subject
 if TYPE_CHECKING:
     from allranks._rendezvous.rendezvous import Member
 
-__all__ = ["FlatCalls", "FlatWork", "GroupTimeout", "Progress"]
+__all__ = ["UNKNOWN_CAUSE", "FlatCalls", "FlatWork", "GroupTimeout", "Progress"]
 
 _SLICE_S = 0.1  # seconds; a wait inside an engine may not notice signals, so Python checks for Ctrl-C at this interval
 _MANY_PENDING = 64  # number of pending works from which on each call checks which of them have finished without a wait
 # Bytes of the description of a call in debug mode, the same on all ranks, because all_gather needs equal sizes
 _TEXT_BYTES = 80
+UNKNOWN_CAUSE = (
+    "\n  Check the output of the other ranks. If it shows no failure, set ALLRANKS_DEBUG=DETAIL: the ranks then compare"
+    " their calls."
+)
+"""The end of an error whose cause only the engine knows."""
 
 
 class GroupTimeout(RuntimeError):
@@ -100,7 +105,7 @@ class FlatCalls(Engine):
             raise PeerLostError(f"{here}: {error}", error.rank) from error
         if isinstance(error, AllranksError):
             raise type(error)(f"{here}: {error}") from error
-        raise AllranksError(f"{here}: {self.name}: {error}") from error
+        raise AllranksError(f"{here}: {self.name}: {error}{UNKNOWN_CAUSE}") from error
 
     def set_timeout(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -268,6 +273,7 @@ class FlatWork(OperandsWork):
         # In slices, so that Ctrl-C is noticed between them.
         while not self._ended_within(_SLICE_S if deadline is None else min(_SLICE_S, deadline - time.monotonic())):
             if deadline is not None and time.monotonic() >= deadline:
+                self._record_end_of_wait()
                 raise TimeoutError(
                     f"{self._engine.here(verb)}: has not completed after {limit_s:.1f} s.\n"
                     "  The call continues. Call wait() again to wait longer."
@@ -328,6 +334,11 @@ class FlatWork(OperandsWork):
         if self._record is not None and not self._awaited:
             self._awaited = True
             self._record.set_awaited(site())
+
+    def _record_end_of_wait(self) -> None:
+        if self._record is not None and self._awaited:
+            self._awaited = False
+            self._record.clear_awaited()
 
     def source_rank(self) -> int:
         assert self.progress is not None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, overload
 
 from allranks._base.errors import TimeoutError, UsageError
 from allranks._base.integers import integer_of
-from allranks._base.timeouts import seconds_of
+from allranks._base.timeouts import SHORTEST_S, seconds_of
 from allranks._call.types import PremulSum, ReduceOp, as_reduce_op
 from allranks._group.uneven import UnevenCollectives
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     Op: TypeAlias = ReduceOp | PremulSum
 
 __all__ = ["Communicator"]
-
-_SHORTEST_S = 1e-6  # seconds; a wait of zero would mean the timeout of the group
 
 
 class Communicator(UnevenCollectives):
@@ -269,7 +267,7 @@ class Communicator(UnevenCollectives):
         work = self.barrier(True)
         assert work is not None
         try:
-            work.wait(None if timeout is None else max(seconds_of(timeout), _SHORTEST_S))
+            work.wait(None if timeout is None else max(seconds_of(timeout), SHORTEST_S))
         except TimeoutError as error:
             seconds = self.timeout_s if timeout is None else seconds_of(timeout)
             error.args = (f"{error}\n  {self._in_torchs_words(error.ranks, seconds, wait_all_ranks)}",)

@@ -7,7 +7,6 @@ tensors wherever gloo does. These calls complete before they return. So does eve
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -24,10 +23,10 @@ from allranks._base.errors import (
     TimeoutError,
     UsageError,
 )
-from allranks._base.timeouts import seconds_of
+from allranks._base.timeouts import SHORTEST_S, seconds_of
 from allranks._call.debug import DebugLevel, get_debug_level
 from allranks._call.types import PremulSum, ReduceOp, premul_sum
-from allranks._call.work import Complete, Then, Together, Work
+from allranks._call.work import CallWithTimeout, Complete, Together, Work
 from allranks._engines.checks import check_apart
 from allranks._engines.operands import different
 from allranks._plugin.work import DONE, TorchWork
@@ -275,7 +274,7 @@ class Calls:
         self.count += 1
         try:
             # torch passes a negative timeout if the call has none of its own.
-            if opts.timeout > _NOW:
+            if opts.timeout >= _NOW:
                 return self._limited(opts, verb(*args, async_op=True), opts.timeout)
             if not opts.asyncOp:
                 verb(*args)
@@ -297,7 +296,7 @@ class Calls:
         elif self._detail and isinstance(error, MismatchError):
             _add(error, _differs(self.count, self.group.rank(), opts, args))
         elif isinstance(error, TimeoutError):
-            limit_s = opts.timeout.total_seconds() if opts.timeout > _NOW else self.group.timeout_s
+            limit_s = opts.timeout.total_seconds() if opts.timeout >= _NOW else self.group.timeout_s
             words = _monitored(self.group.rank(), error.ranks, limit_s) if self._detail else _timed_out(limit_s)
         self.note(error, words)
 
@@ -306,7 +305,7 @@ class Calls:
         try:
             work = verb(*args, async_op=True)
             if work is not None:
-                work.wait(opts.timeout if opts.timeout > _NOW else None)
+                work.wait(max(seconds_of(opts.timeout), SHORTEST_S) if opts.timeout >= _NOW else None)
         except AllranksError as error:
             self.tell(error, (*args, opts))
             raise
@@ -315,7 +314,7 @@ class Calls:
         self.count += 1
         try:
             together = Together([work for work in [call() for call in calls] if work is not None])
-            if opts.timeout > _NOW:
+            if opts.timeout >= _NOW:
                 return self._limited(opts, together, opts.timeout)
             if opts.asyncOp:
                 return self._begun(together)
@@ -329,8 +328,8 @@ class Calls:
         if work is None:
             return DONE
         if opts.asyncOp:
-            return self._begun(_CallWithTimeout(work, limit), _timed_out(limit.total_seconds()))
-        work.wait(limit)
+            return self._begun(CallWithTimeout(work, seconds_of(limit)), _timed_out(limit.total_seconds()))
+        work.wait(max(seconds_of(limit), SHORTEST_S))
         return DONE
 
     def _begun(self, work: Work, words: str = "") -> TorchWork:
@@ -364,18 +363,6 @@ class Calls:
                 f"{self.group.size()}, same as the number of ranks"
             )
         return given  # type: ignore[no-any-return]
-
-
-class _CallWithTimeout(Then):
-    """A call with its own timeout, which starts at the call."""
-
-    def __init__(self, work: Work, limit: timedelta) -> None:
-        super().__init__(work, lambda: None, work._results())
-        self._until = time.monotonic() + seconds_of(limit)
-
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        # At least 1 us: a limit of zero would be the group's timeout.
-        return super().wait(timeout or max(self._until - time.monotonic(), 1e-6))
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:

@@ -69,7 +69,7 @@ class TorchWindow:
 
     def wait_signal(self, peer_rank: int, async_op: bool, opts: Any = None) -> TorchWork | None:
         """Wait for one signal of a rank. See ``Window.wait_signal``."""
-        limit = None if opts is None or opts.timeout <= _NOW else opts.timeout
+        limit = None if opts is None or opts.timeout < _NOW else opts.timeout
         work = self._window.wait_signal(peer_rank, async_op, limit)
         return None if work is None else TorchWork.of(work)
 

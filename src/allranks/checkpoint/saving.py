@@ -284,7 +284,7 @@ class SaveCall:
         failed = [rank for rank, result in enumerate(results) if result.failure]
         first = results[failed[0]]
         if first.is_usage:
-            raise UsageError(first.failure) from trouble
+            raise UsageError(_usage_text(failed, len(results), first)) from trouble
         raise save_failed_error(
             "checkpoint.save", self.step, self.folder, failed, first.process, first.failure
         ) from trouble
@@ -336,7 +336,8 @@ def check_numbers(call: str, step: int, keep: int | None, keep_every: int | None
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
         raise UsageError(f"{call}: step={step!r}: expected an integer from 0 to 10**18 - 1")
     for name, number in (("keep", keep), ("keep_every", keep_every)):
-        if number is not None and (not isinstance(number, int) or number < 1):
+        # True is an int: keep=True would keep a single checkpoint and remove all others.
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise UsageError(f"{call}: {name}={number!r}: expected an integer that is at least 1")
 
 
@@ -358,6 +359,14 @@ def save_failed_error(
         f"{call}: step {step} was not saved into {folder}: {rank_list(list(ranks))} ({process[0]}, pid {process[1]}):"
         f" {failure.removesuffix('.')}.\n  Earlier checkpoints are unchanged."
     )
+
+
+def _usage_text(failed: Sequence[int], size: int, first: _VoteResult) -> str:
+    """Return the text of a UsageError. If it concerns only some ranks, it names them and the first one's process."""
+    if len(failed) == size:
+        return first.failure
+    found = first.failure.removeprefix("checkpoint: ").removeprefix("checkpoint.save: ")
+    return f"checkpoint.save: {rank_list(list(failed))} ({first.process[0]}, pid {first.process[1]}): {found}"
 
 
 _ACTIONS = dict.fromkeys(

@@ -189,7 +189,19 @@ class Disk:
             tree["random"] = {}
         if world.rank() >= newest.ranks:  # a rank that did not exist at the save must not take rank 0's tensors
             del tree["own"]["tensors"]
-        _run_on_all_ranks(world, lambda: load(newest, into=tree, group=world) and None)
+
+        def fill() -> None:
+            try:
+                load(newest, into=tree, group=world)
+            except UsageError as error:
+                # Only the cause: its advice is about arguments of `checkpoint.load`, which a State does not have.
+                cause = str(error).partition("\n")[0].rstrip(".")
+                raise UsageError(
+                    f"{cause}.\n  Pass State the objects of the saved training, or Checkpoints an empty folder to start"
+                    " from the beginning."
+                ) from error
+
+        _run_on_all_ranks(world, fill)
         where = tree["position"]
         position = Position(**{"loop": int(where["epoch"] >= 0), **where})  # before 0.4 a position had no loop
         # The state is that of the checkpoint, so the next one is due only after `every` more steps.

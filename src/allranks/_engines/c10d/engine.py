@@ -40,6 +40,7 @@ from allranks._call.types import ReduceOp
 from allranks._cluster.network import interface_of
 from allranks._engines.c10d.store import GroupStore
 from allranks._engines.flat import ON_BITS, ON_BOOLS, ON_NUMBERS, FlatEngine, Progress
+from allranks._engines.flat_calls import UNKNOWN_CAUSE
 from allranks._engines.presence import Presence
 from allranks._engines.spec import Exchange
 
@@ -249,7 +250,7 @@ class C10dEngine(FlatEngine):
                 f"{self.name} does not report which, and the group cannot be used any more.\n  {self.name}: {text}\n"
                 "  Set a longer timeout with init_process_group(timeout=...)."
             ) from error
-        raise AllranksError(f"{here}: {self.name}: {text}") from error
+        raise AllranksError(f"{here}: {self.name}: {text}{UNKNOWN_CAUSE}") from error
 
     def _end_gloo(self, backend: Any) -> None:
         pending = [work for work in tuple(self._pending) if not work.done()]

@@ -43,7 +43,7 @@ from allranks._call.types import ReduceOp
 from allranks._cluster.host import usable_cpus
 from allranks._engines.checks import CODES
 from allranks._engines.flat import FlatEngine, FlatWork, Progress
-from allranks._engines.flat_calls import GroupTimeout
+from allranks._engines.flat_calls import UNKNOWN_CAUSE, GroupTimeout
 from allranks._engines.mpi import job
 from allranks._engines.mpi.job import lock, poll
 from allranks._engines.operands import Operands
@@ -461,7 +461,7 @@ class MpiEngine(FlatEngine):
                 raise MismatchError(
                     f"{here}: another rank sent more bytes than the tensor of this rank holds. The message was dropped."
                 ) from error
-        raise AllranksError(f"{here}: MPI: {error}") from error
+        raise AllranksError(f"{here}: MPI: {error}{UNKNOWN_CAUSE}") from error
 
     def leave_running(self, work: FlatWork) -> None:
         assert isinstance(work.progress, _Requests)

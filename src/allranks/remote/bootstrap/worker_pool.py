@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from allranks._base.errors import ConfigError, TimeoutError
+from allranks._base.threads import Daemon
 from allranks._cluster.hostlist import Slots
 from allranks._cluster.schedulers.ssh import SSH
 from allranks.launch.call import output_streams
@@ -61,8 +61,9 @@ class WorkerPool:
             signals=(),
         )
         self._job = MultiHostJob(options, len(hosts), len(hosts), streams=output_streams(), first=1)
-        # A daemon thread, because Python joins other threads before it calls functions registered with atexit.
-        self._thread = threading.Thread(target=self._run, name="allranks-workers", daemon=True)
+        # The calling thread starts the agents, so the workers do not inherit the signals that this thread blocks. A
+        # daemon thread, because Python joins other threads before it calls functions registered with atexit.
+        self._thread = Daemon(target=self._run, name="allranks-workers")
 
     def start(self) -> None:
         """Start the workers.
@@ -72,10 +73,10 @@ class WorkerPool:
         """
         try:
             self._job.start_agents(SSH, self._hosts)
+            self._thread.start()
         except BaseException:
             self._job.close()
             raise
-        self._thread.start()
 
     def _run(self) -> None:
         try:
