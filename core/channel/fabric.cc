@@ -7,6 +7,7 @@
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_errno.h>
 #include <rdma/fi_tagged.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -136,6 +137,20 @@ Info choose(const Library& lib, const FabricChoice& choice) {
   return {lib.dupinfo(devices[static_cast<size_t>(choice.place) % devices.size()]), lib.freeinfo};
 }
 
+// Scope that keeps the signal handlers of the process. Libraries of providers replace them when they are loaded.
+class SameSignalHandlers {
+ public:
+  SameSignalHandlers() {
+    for (int i = 1; i < NSIG; i++) sigaction(i, nullptr, &before_[static_cast<size_t>(i)]);
+  }
+  ~SameSignalHandlers() {
+    for (int i = 1; i < NSIG; i++) sigaction(i, &before_[static_cast<size_t>(i)], nullptr);
+  }
+
+ private:
+  std::array<struct sigaction, NSIG> before_{};
+};
+
 template <class Fid>
 void close(Fid*& fid) {
   if (fid != nullptr) fi_close(&fid->fid);
@@ -145,6 +160,7 @@ void close(Fid*& fid) {
 }  // namespace
 
 std::vector<FabricDevice> fabric_devices(const FabricChoice& choice) {
+  const SameSignalHandlers same;
   const Library& lib = library(choice.libraries);
   std::vector<FabricDevice> devices;
   const Info found = query(lib, choice, nullptr);
@@ -347,6 +363,11 @@ FabricLink::FabricLink(Fabric& fabric, int socket) : fabric_(fabric), socket_(so
 }
 
 FabricLink::~FabricLink() = default;
+
+std::string FabricLink::debug() {
+  const std::lock_guard lock(fabric_.lock_);
+  return "ready " + std::to_string(ready_) + " error '" + error_ + "' over " + std::to_string(socket_over()) + " errno " + std::to_string(socket_error()) + " end " + std::to_string(end_) + " received " + std::to_string(received_) + " messages " + std::to_string(messages_) + " in_flight " + std::to_string(in_flight_) + " inbox " + std::to_string(inbox_.size())+ " posted " + std::to_string(posted_.size())+ " unposted " + std::to_string(unposted_.size())+ " free " + std::to_string(free_.size());
+}
 
 std::string FabricLink::error() {
   const std::lock_guard lock(fabric_.lock_);

@@ -41,7 +41,8 @@ struct FabricDevice {
   std::string fabric;
 };
 
-// Return the devices of a provider ("": of all) that have what a Fabric needs. Throws Error.
+// Return the devices of a provider ("": of all) that have what a Fabric needs. The first call loads the library, and
+// initializes all of its providers, which takes some tenths of a second. Throws Error.
 std::vector<FabricDevice> fabric_devices(const FabricChoice& choice);
 // Return the version of the library that is loaded, such as "1.17". Throws Error.
 std::string fabric_version(const FabricChoice& choice);
@@ -99,6 +100,7 @@ class FabricLink {
   bool ended() const { return ended_.load(std::memory_order_relaxed); }
   int socket_error() const { return socket_error_.load(std::memory_order_relaxed); }
   bool socket_over() const { return socket_over_.load(std::memory_order_relaxed); }
+  std::string debug();
   std::string error();  // of the provider; "": none
   Fabric& fabric() { return fabric_; }
 

@@ -350,6 +350,7 @@ void Net::wait(Patience& patience, const Failure& about, Done&& done) {
       if (done() < 0) return;
     }
     if (ended && now - broken > kBrokenNs) {
+      if (peer(awaited).collective_stream.link()) fprintf(stderr, "DEBUG rank %d awaited %d: %s\n", rank_, awaited, peer(awaited).collective_stream.link()->debug().c_str());
       Failure failure = about;
       failure.kind = Kind::unreachable;
       failure.peer = awaited;

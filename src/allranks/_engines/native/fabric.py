@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import json
 import logging
+import os
 import subprocess
 import sys
 import sysconfig
@@ -36,6 +37,9 @@ NAMES = (*FAST, "tcp", "net", "udp")
 
 # Devices of the fast providers. Without any of them, no child process is started.
 _DEVICES = ("/sys/class/infiniband/*", "/sys/class/cxi/*", "/dev/hfi1*")
+# libpsm_infinipath, which Debian's libfabric loads, otherwise handles SIGINT by the end of the process. The core restores
+# the handlers, but a signal may arrive before it does.
+_NO_HANDLERS = "IPATH_NO_BACKTRACE"
 _PATIENCE_S = 30.0
 _PING_S = 5.0
 _SMALL, _LARGE = 8, 4 << 20
@@ -144,6 +148,7 @@ def _first_usable(providers: tuple[str, ...], sources: tuple[str, ...]) -> str:
     results = test(providers, sources)
     for each in results:
         if not each.error:
+            _load(each.provider)
             return each.provider
     if len(providers) == 1:
         _log.warning(
@@ -153,6 +158,18 @@ def _first_usable(providers: tuple[str, ...], sources: tuple[str, ...]) -> str:
             results[0].error,
         )
     return ""
+
+
+def _load(provider: str) -> None:
+    """Load the library into this process, and initialize its providers."""
+    before = os.environ.get(_NO_HANDLERS)
+    os.environ[_NO_HANDLERS] = "1"
+    try:
+        _core.fabric_devices(_core.FabricChoice(libraries(), provider))
+    finally:
+        del os.environ[_NO_HANDLERS]
+        if before is not None:
+            os.environ[_NO_HANDLERS] = before
 
 
 def offer(environ: Mapping[str, str], sources: Sequence[str], local: bool) -> int:
