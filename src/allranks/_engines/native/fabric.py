@@ -41,8 +41,8 @@ _DEVICES = ("/sys/class/infiniband/*", "/sys/class/cxi/*", "/dev/hfi1*")
 # the handlers, but a signal may arrive before it does.
 _NO_HANDLERS = "IPATH_NO_BACKTRACE"
 _PATIENCE_S = 30.0
-_PING_S = 5.0
-_SMALL, _LARGE = 8, 4 << 20
+_PING_S = 10.0  # for all messages of one size
+_SMALL, _LARGE = 8, 1 << 20  # bytes of the messages
 
 # The child loads only the core, from its file: importing allranks would import torch. The core needs nanobind's module.
 _CHILD = """
@@ -75,7 +75,7 @@ class Usable(NamedTuple):
         provider: Its name.
         devices: The names of its devices.
         latency_s: Seconds of a message of 8 bytes between two endpoints of one process.
-        bytes_per_s: The bandwidth of messages of 4 MiB between them.
+        bytes_per_s: The bandwidth of messages of 1 MiB between them.
         error: Why the provider cannot be used; "" if it can.
     """
 
@@ -204,7 +204,11 @@ def agree(
         group_name: The name of the group.
     """
     if len(set(offers)) == 1:
-        return _core.FabricChoice(libraries(), NAMES[offers[0] - 1], list(sources), place) if offers[0] else None
+        if not offers[0]:
+            return None
+        name = NAMES[offers[0] - 1]
+        _log.info("group '%s', rank %d: fabric '%s' connects the hosts", group_name, rank, name)
+        return _core.FabricChoice(libraries(), name, list(sources), place)
     if rank == 0:
         networks: dict[str, set[str]] = {}
         for member, number in zip(members, offers, strict=True):
