@@ -126,9 +126,7 @@ Info choose(const Library& lib, const FabricChoice& choice) {
   const Info found = query(lib, choice, nullptr);
   std::vector<const fi_info*> devices;
   for (const fi_info* info = found.get(); info != nullptr; info = info->next) {
-    const auto same = [&](const fi_info* d) {
-      return std::strcmp(d->domain_attr->name, info->domain_attr->name) == 0;
-    };
+    const auto same = [&](const fi_info* d) { return std::strcmp(d->domain_attr->name, info->domain_attr->name) == 0; };
     // All devices of the first fabric: the other hosts can reach each of them.
     if (std::strcmp(info->fabric_attr->name, found->fabric_attr->name) != 0) continue;
     if (std::none_of(devices.begin(), devices.end(), same)) devices.push_back(info);
@@ -363,11 +361,6 @@ FabricLink::FabricLink(Fabric& fabric, int socket) : fabric_(fabric), socket_(so
 }
 
 FabricLink::~FabricLink() = default;
-
-std::string FabricLink::debug() {
-  const std::lock_guard lock(fabric_.lock_);
-  return "ready " + std::to_string(ready_) + " error '" + error_ + "' over " + std::to_string(socket_over()) + " errno " + std::to_string(socket_error()) + " end " + std::to_string(end_) + " received " + std::to_string(received_) + " messages " + std::to_string(messages_) + " in_flight " + std::to_string(in_flight_) + " inbox " + std::to_string(inbox_.size())+ " posted " + std::to_string(posted_.size())+ " unposted " + std::to_string(unposted_.size())+ " free " + std::to_string(free_.size());
-}
 
 std::string FabricLink::error() {
   const std::lock_guard lock(fabric_.lock_);

@@ -100,7 +100,6 @@ class FabricLink {
   bool ended() const { return ended_.load(std::memory_order_relaxed); }
   int socket_error() const { return socket_error_.load(std::memory_order_relaxed); }
   bool socket_over() const { return socket_over_.load(std::memory_order_relaxed); }
-  std::string debug();
   std::string error();  // of the provider; "": none
   Fabric& fabric() { return fabric_; }
 
@@ -135,13 +134,13 @@ class FabricLink {
   std::vector<Buffer*> unposted_;  // for receives
   std::deque<Buffer*> posted_;     // receives, in the order of the posts, which is the order of the bytes
   std::deque<Buffer*> arrived_;    // with bytes that have not been read
-  uint32_t sent_ = 0;       // messages with bytes
-  uint32_t credited_ = 0;   // of these, the ones whose buffers the peer has posted again
-  uint32_t reposted_ = 0;   // receives of messages with bytes that have been posted again
-  uint32_t returned_ = 0;   // of these, the ones that the peer has been notified of
-  uint64_t messages_ = 0;   // sent, including those that only return credits
-  uint64_t received_ = 0;   // the same, received
-  uint32_t in_flight_ = 0;  // sends without a completion
+  uint32_t sent_ = 0;              // messages with bytes
+  uint32_t credited_ = 0;          // of these, the ones whose buffers the peer has posted again
+  uint32_t reposted_ = 0;          // receives of messages with bytes that have been posted again
+  uint32_t returned_ = 0;          // of these, the ones that the peer has been notified of
+  uint64_t messages_ = 0;          // sent, including those that only return credits
+  uint64_t received_ = 0;          // the same, received
+  uint32_t in_flight_ = 0;         // sends without a completion
   uint32_t idle_ = 0;
   std::string inbox_;
   uint64_t end_ = UINT64_MAX;  // the peer's number of messages, when it has announced it

@@ -37,7 +37,7 @@ constexpr size_t kLent = 64 << 10;    // minimum bytes for lending: smaller oper
 // If a provider has no descriptor to wait for, a rank that has received data polls longer before it sleeps, because it
 // then sleeps for whole milliseconds.
 constexpr int64_t kBlindNs = 10 * kMs;
-constexpr size_t kParts = 16;         // maximum queued parts of one system call
+constexpr size_t kParts = 16;  // maximum queued parts of one system call
 
 void set(int fd, int level, int option, int value) {
   if (setsockopt(fd, level, option, &value, sizeof value) != 0) {
@@ -350,7 +350,6 @@ void Net::wait(Patience& patience, const Failure& about, Done&& done) {
       if (done() < 0) return;
     }
     if (ended && now - broken > kBrokenNs) {
-      if (peer(awaited).collective_stream.link()) fprintf(stderr, "DEBUG rank %d awaited %d: %s\n", rank_, awaited, peer(awaited).collective_stream.link()->debug().c_str());
       Failure failure = about;
       failure.kind = Kind::unreachable;
       failure.peer = awaited;

@@ -75,15 +75,14 @@ void bind_fabric(nb::module_& m) {
                                     .sources = std::move(sources),
                                     .place = place};
           },
-          nb::arg("libraries"), nb::arg("provider"), nb::arg("sources") = std::vector<std::string>(), nb::arg("place") = 0,
+          nb::arg("libraries"), nb::arg("provider"), nb::arg("sources") = std::vector<std::string>(),
+          nb::arg("place") = 0,
           "Args:\n"
           "    libraries: The libraries to try, in this order.\n"
           "    provider: The provider of libfabric. Empty: TCP without libfabric.\n"
           "    sources: The IP addresses of this host that other hosts reach.\n"
           "    place: The number of the rank on its host, which selects one of several devices.");
-  m.def(
-      "fabric_version", &fabric_version, nb::arg("choice"),
-      "Return the version of libfabric that is loaded.");
+  m.def("fabric_version", &fabric_version, nb::arg("choice"), "Return the version of libfabric that is loaded.");
   m.def(
       "fabric_devices",
       [](const FabricChoice& choice) {

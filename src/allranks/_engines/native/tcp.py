@@ -286,7 +286,6 @@ class PeerConnections:
                 with guard:
                     comm.adopt(peer, kind, connection.detach(), greeting.decode())
             except _core.Failure as failure:  # the fabric refuses the connection
-                print("DEBUG adopt", self.rank, peer, failure.args[9], file=__import__("sys").stderr, flush=True)
                 self.troubles[peer] = f"its connection cannot use the fabric: {failure.args[9]}.\n  {_FABRIC_ADVICE}"
                 comm.give_up(peer)
 
