@@ -37,8 +37,8 @@ NAMES = (*FAST, "tcp", "net", "udp")
 
 # Devices of the fast providers. Without any of them, no child process is started.
 _DEVICES = ("/sys/class/infiniband/*", "/sys/class/cxi/*", "/dev/hfi1*")
-# libpsm_infinipath, which Debian's libfabric loads, otherwise handles SIGINT by the end of the process. The core restores
-# the handlers, but a signal may arrive before it does.
+# Without it, libpsm_infinipath, which Debian's libfabric loads, ends the process at SIGINT. The core restores the
+# handlers, but a signal may arrive before it does.
 _NO_HANDLERS = "IPATH_NO_BACKTRACE"
 _PATIENCE_S = 30.0
 _PING_S = 10.0  # for all messages of one size
