@@ -221,6 +221,7 @@ Fabric::Fabric(const FabricChoice& choice)
   if (!waits) {
     close(h.completions);
     wait_fd_ = -1;
+    blind_ = true;
     cq.wait_obj = FI_WAIT_NONE;
     h.check(fi_cq_open(h.domain, &cq, &h.completions, nullptr), "fi_cq_open");
   }
@@ -256,11 +257,18 @@ FabricLink& Fabric::connect(int socket) {
   return *links_.back();
 }
 
-bool Fabric::may_sleep() {
+int Fabric::sleep_ms(int most_ms) {
   const std::lock_guard lock(lock_);
-  if (wait_fd_ < 0) return true;
-  std::array<fid*, 1> fids{&handles_->completions->fid};
-  return fi_trywait(handles_->fabric, fids.data(), static_cast<int>(fids.size())) == FI_SUCCESS;
+  const uint64_t before = completions_;
+  progress();
+  if (completions_ != before) return 0;
+  if (wait_fd_ >= 0) {
+    // A refusal means that messages may have arrived since.
+    std::array<fid*, 1> fids{&handles_->completions->fid};
+    const int refused = fi_trywait(handles_->fabric, fids.data(), static_cast<int>(fids.size()));
+    blind_.store(refused != FI_SUCCESS, std::memory_order_relaxed);
+  }
+  return blind() ? std::min(most_ms, 1) : most_ms;
 }
 
 void Fabric::progress() {
@@ -268,6 +276,7 @@ void Fabric::progress() {
   std::array<fi_cq_msg_entry, 16> entries;
   for (;;) {
     const ssize_t n = fi_cq_read(handles_->completions, entries.data(), entries.size());
+    if (n > 0) completions_ += static_cast<uint64_t>(n);
     for (ssize_t i = 0; i < n; i++) {
       auto& buffer = *static_cast<FabricLink::Buffer*>(entries[static_cast<size_t>(i)].op_context);
       buffer.link->completed(buffer, entries[static_cast<size_t>(i)].len);

@@ -59,9 +59,12 @@ class Fabric {
   // Create a link for a connected socket, which stays with the caller. Throws Error.
   FabricLink& connect(int socket);
 
-  // Prepare the calling thread for a sleep until wait_fd() is readable. Return false if data has arrived already.
-  bool may_sleep();
+  // Prepare the calling thread for a sleep in poll() with wait_fd(). Return how long it may sleep: 0 if messages have
+  // arrived, otherwise most_ms, or 1 ms if the endpoint is blind.
+  int sleep_ms(int most_ms);
   int wait_fd() const { return wait_fd_; }  // -1: the provider has no descriptor to wait for
+  // Return whether a message may arrive without waking a thread that sleeps. The thread must then look regularly.
+  bool blind() const { return blind_.load(std::memory_order_relaxed); }
 
  private:
   friend class FabricLink;
@@ -77,6 +80,8 @@ class Fabric {
   std::mutex lock_;  // protects the endpoint and its links: providers are not asked to be thread-safe
   std::vector<std::unique_ptr<FabricLink>> links_;
   std::atomic<uint64_t> turns_ = 0;  // calls of progress()
+  uint64_t completions_ = 0;
+  std::atomic<bool> blind_ = false;
   std::mutex stopping_lock_;
   std::condition_variable stopped_;
   bool stopping_ = false;

@@ -34,8 +34,8 @@ constexpr uint8_t kClosed = 7;              // TCP_CLOSE of netinet/tcp.h, whose
 constexpr int kUnreachableMs = 15'000;
 constexpr size_t kBurst = 256 << 10;  // bytes transferred in one direction before the other direction has its turn
 constexpr size_t kLent = 64 << 10;    // minimum bytes for lending: smaller operands are not worth a pipe
-// If a provider has no descriptor to wait for, a rank that has received data polls longer before it sleeps, because it
-// then sleeps for whole milliseconds.
+// If an endpoint of libfabric is blind, a rank that has received data polls longer before it sleeps, because it then
+// sleeps for whole milliseconds.
 constexpr int64_t kBlindNs = 10 * kMs;
 constexpr size_t kParts = 16;  // maximum queued parts of one system call
 
@@ -359,8 +359,7 @@ void Net::wait(Patience& patience, const Failure& about, Done&& done) {
     // Waking a sleeping receiver can cost the sender more than the packet: it may need an inter-processor interrupt,
     // which is expensive in a virtual machine. A rank that receives continuously therefore yields instead of sleeping.
     Fabric* fabric = this->fabric(Connection::collective);
-    const bool sleeps = fabric == nullptr || fabric->wait_fd() >= 0;
-    if (now - stirred < (sleeps ? kStirredNs : kBlindNs)) {
+    if (now - stirred < (fabric != nullptr && fabric->blind() ? kBlindNs : kStirredNs)) {
       sys::yield();
       continue;
     }
@@ -370,10 +369,10 @@ void Net::wait(Patience& patience, const Failure& about, Done&& done) {
       if (p.collective_stream.ended()) continue;
       polled.push_back(p.collective_stream.polled(!p.in.empty(), !p.out.empty() || !p.collective_stream.drained()));
     }
-    int timeout_ms = ended || !sleeps ? 1 : static_cast<int>(kSliceNs / kMs);
+    int timeout_ms = ended ? 1 : static_cast<int>(kSliceNs / kMs);
     if (fabric != nullptr) {
       polled.push_back({.fd = fabric->wait_fd(), .events = POLLIN, .revents = 0});
-      if (!fabric->may_sleep()) timeout_ms = 0;
+      timeout_ms = fabric->sleep_ms(timeout_ms);
     }
     // A stream that has ended is not polled, so the cause of its end is checked every millisecond.
     poll(polled.data(), polled.size(), timeout_ms);
@@ -437,16 +436,15 @@ bool Net::wait_for_messages(int timeout_ms) {
     if (stream && !stream.ended()) polled.push_back(stream.polled(true, stream.full()));
   }
   if (Fabric* fabric = this->fabric(Connection::message)) {
-    if (!fabric->may_sleep()) return true;
+    if (timeout_ms > 0 && (timeout_ms = fabric->sleep_ms(timeout_ms)) == 0) return true;
     polled.push_back({.fd = fabric->wait_fd(), .events = POLLIN, .revents = 0});
-    if (fabric->wait_fd() < 0) timeout_ms = std::min(timeout_ms, 1);
   }
   return poll(polled.data(), polled.size(), timeout_ms) > 0;
 }
 
 void Net::watch_message_streams() {
   Fabric* fabric = this->fabric(Connection::message);
-  if (fabric != nullptr && !fabric->may_sleep()) Shm::ring(shm_.bell(shm_.rank()));
+  if (fabric != nullptr && fabric->sleep_ms(1) == 0) Shm::ring(shm_.bell(shm_.rank()));
   // If it was set already, the thread polls the streams and will ring.
   if (watching_.exchange(true, std::memory_order_seq_cst)) return;
   start_thread();
@@ -578,7 +576,7 @@ void Net::turn() {
     }
   }
   const size_t before_messages = polled.size();
-  bool blind = false;  // the provider has no descriptor, so the rank looks itself
+  bool blind = false;  // the rank itself looks regularly for messages
   if (watching) {
     for (const int r : others_) {
       const Stream& stream = peer(r).message_stream;
@@ -586,8 +584,8 @@ void Net::turn() {
     }
     if (const Fabric* fabric = this->fabric(Connection::message)) {
       watch(fabric->wait_fd(), POLLIN);
-      if (fabric->wait_fd() < 0) timeout_ms = 1;
-      blind = fabric->wait_fd() < 0;
+      blind = fabric->blind();
+      if (blind) timeout_ms = 1;
     }
   }
   poll(polled.data(), polled.size(), timeout_ms);

@@ -68,7 +68,7 @@ def _call_all() -> list[torch.Tensor]:
     return results
 
 
-@pytest.mark.parametrize("provider", ["tcp", "net", "udp"])
+@pytest.mark.parametrize("provider", ["tcp", "udp"])
 def test_results_have_the_bits_of_tcp(provider: str) -> None:
     for over_fabric, over_tcp in zip(_run(3, _call_all, provider), _run(3, _call_all, "off"), strict=True):
         assert all(torch.equal(one, other) for one, other in zip(over_fabric, over_tcp, strict=True))
@@ -88,7 +88,7 @@ def test_data_of_a_rank_that_has_left_arrives() -> None:
         with pytest.raises(dist.PeerLostError, match="has left"):
             dist.recv(got, 0)
 
-    _run(2, body, "net")
+    _run(2, body, "tcp")
 
 
 def test_killed_rank_is_reported_and_the_rest_continues_in_a_new_group() -> None:
@@ -110,7 +110,7 @@ def test_killed_rank_is_reported_and_the_rest_continues_in_a_new_group() -> None
         dist.destroy_process_group(smaller)
         return noticed_s
 
-    for noticed_s in _run(3, body, "net", may_die={2})[:2]:
+    for noticed_s in _run(3, body, "tcp", may_die={2})[:2]:
         assert noticed_s < PROMPT_S
 
 
@@ -125,7 +125,7 @@ def test_forked_child_of_a_rank_does_not_disturb_it() -> None:
         dist.all_reduce(tensor)
         assert (tensor == 4).all()
 
-    _run(2, body, "net")
+    _run(2, body, "tcp")
 
 
 def test_groups_use_endpoints_of_their_own() -> None:
@@ -137,7 +137,7 @@ def test_groups_use_endpoints_of_their_own() -> None:
             assert (tensor == 2 * i).all()
             dist.destroy_process_group(group)
 
-    _run(2, body, "net")
+    _run(2, body, "tcp")
 
 
 def _log_of_tcp_ranks(environ: Mapping[str, str]) -> list[str]:
@@ -161,7 +161,7 @@ def test_tcp_is_used_if_the_provider_has_no_device() -> None:
 
 def test_tcp_is_used_if_ranks_differ() -> None:
     def on_rank() -> list[str]:
-        os.environ[fabric.FABRIC] = ["off", "net"][int(os.environ["RANK"])]
+        os.environ[fabric.FABRIC] = ["off", "tcp"][int(os.environ["RANK"])]
         log = FabricLog()
         dist.init_process_group("tcp", timeout=30)
         dist.barrier()
@@ -170,8 +170,8 @@ def test_tcp_is_used_if_ranks_differ() -> None:
 
     first, second = run_ranks(2, on_rank, init=False)
     assert first == [
-        f"group 'world': the hosts have different fabrics, so TCP connects them: net on {os.uname().nodename};"
-        f" none on {os.uname().nodename}.\n  Run `allranks doctor` on these hosts, or set ALLRANKS_FABRIC=off."
+        f"group 'world': the hosts have different fabrics, so TCP connects them: none on {os.uname().nodename};"
+        f" tcp on {os.uname().nodename}.\n  Run `allranks doctor` on these hosts, or set ALLRANKS_FABRIC=off."
     ]
     assert second == []
 
@@ -219,18 +219,18 @@ def test_unusable_library_is_a_result_of_the_test(
         versions = [f"-Wl,--version-script={tmp_path / 'versions'}"] if source is _OLD else []
         subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, *versions, tmp_path / "code.c"], check=True)
     monkeypatch.setattr(fabric, "libraries", lambda: [str(library)])
-    results = fabric.test(["net", "tcp"], ["127.0.0.1"])
+    results = fabric.test(["udp", "tcp"], ["127.0.0.1"])
     assert [(each.provider, each.error) for each in results] == [
-        (name, trouble.format(library=library)) for name in ("net", "tcp")
+        (name, trouble.format(library=library)) for name in ("udp", "tcp")
     ]
 
 
 def test_usable_provider_has_devices_and_figures() -> None:
-    (net,) = fabric.test(["net"], ["127.0.0.1"])
-    assert net.error == ""
-    assert "lo" in net.devices
-    assert net.latency_s > 0
-    assert net.bytes_per_s > 0
+    (tcp,) = fabric.test(["tcp"], ["127.0.0.1"])
+    assert tcp.error == ""
+    assert "lo" in tcp.devices
+    assert tcp.latency_s > 0
+    assert tcp.bytes_per_s > 0
 
 
 # --- doctor ---
@@ -240,11 +240,11 @@ def test_doctor_explains_why_no_fabric_is_used() -> None:
     registered = "libfabric: memory cannot be registered (...): Cannot allocate memory"
     results = [
         fabric.Usable("verbs", ("mlx5_0",), 0.0, 0.0, registered),
-        fabric.Usable("net", ("eth0",), 7e-6, 1.6e9, ""),
+        fabric.Usable("tcp", ("eth0",), 7e-6, 1.6e9, ""),
     ]
     verdict, measured, advice = judge_fabric(results, fabric.FAST, ["/dev/infiniband/uverbs0"], 8 << 20)
     assert verdict == "warn"
-    assert measured == f"verbs: {registered}; net (eth0): 7.0 us, 1.6 GB/s"
+    assert measured == f"verbs: {registered}; tcp (eth0): 7.0 us, 1.6 GB/s"
     assert advice == (
         "TCP connects the hosts. This user may not open /dev/infiniband/uverbs0: ask the administrator for access."
         " Locked memory is limited to 8192 KiB: raise it with ulimit -l unlimited."

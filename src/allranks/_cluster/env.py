@@ -99,7 +99,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "ALLRANKS_FABRIC",
         "user",
-        "Network between the hosts: off (TCP), or a provider of libfabric: cxi, efa, opx, psm3, verbs, tcp, net, udp.",
+        "Network between the hosts: off (TCP), or a provider of libfabric: cxi, efa, opx, psm3, verbs, tcp, udp.",
         "the first of cxi, efa, opx, psm3, verbs that all hosts can use",
     ),
     Variable(

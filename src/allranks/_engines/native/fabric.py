@@ -32,7 +32,7 @@ FABRIC = "ALLRANKS_FABRIC"
 FAST = ("cxi", "efa", "opx", "psm3", "verbs")
 """The providers that are faster than TCP, in the order of preference. They are selected automatically."""
 
-NAMES = (*FAST, "tcp", "net", "udp")
+NAMES = (*FAST, "tcp", "udp")
 """The providers that ``ALLRANKS_FABRIC`` accepts. A rank publishes the position, counted from 1. 0: none."""
 
 # Devices of the fast providers. Without any of them, no child process is started.
