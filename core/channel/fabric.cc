@@ -26,10 +26,11 @@ namespace allranks {
 namespace {
 
 constexpr uint32_t kVersion = FI_VERSION(1, 17);
-// Bytes of a message. 32 KiB is above the size at which the rate of messages limits a network of 200 Gbit/s.
-constexpr size_t kMessage = 32 << 10;
-// Messages that a sender may have sent before it needs credits. 16 of them cover the delay of a network of 200 Gbit/s.
-constexpr uint32_t kWindow = 16;
+// Bytes of a message: the limit up to which ofi_rxm (the layer of verbs and tcp) sends a message immediately. For
+// longer ones, the receiver first requests the bytes, so the sender would have to wait for its calls.
+constexpr size_t kMessage = 16 << 10;
+// Messages that a sender may have sent before it needs credits. 512 KiB cover 20 us of a network of 200 Gbit/s.
+constexpr uint32_t kWindow = 32;
 // Credits return when half of the window has been read. At most two messages that only return credits are therefore
 // unread, and a third one covers the moment in which the receive of one is posted again.
 constexpr uint32_t kReceives = kWindow + 3;
@@ -212,7 +213,7 @@ Fabric::Fabric(const FabricChoice& choice)
     : handles_(std::make_unique<Handles>(library(choice.libraries))), provider_(choice.provider) {
   Handles& h = *handles_;
   h.info = choose(h.lib, choice);
-  if (h.info->ep_attr->max_msg_size < kMessage) throw Error("libfabric: messages are limited to less than 32 KiB");
+  if (h.info->ep_attr->max_msg_size < kMessage) throw Error("libfabric: messages are limited to less than 16 KiB");
   h.check(h.lib.fabric(h.info->fabric_attr, &h.fabric, nullptr), "fi_fabric");
   h.check(fi_domain(h.fabric, h.info.get(), &h.domain, nullptr), "fi_domain");
   fi_cq_attr cq{.format = FI_CQ_FORMAT_MSG, .wait_obj = FI_WAIT_FD};

@@ -236,14 +236,15 @@ void Net::lend(int to, const void* data, size_t nbytes) {
   if (nbytes == 0) return;
   need_collective_stream(to);
   Peer& p = peer(to);
-  p.out.push_back({static_cast<const std::byte*>(data), nbytes, nbytes >= kLent});
+  const bool lent = lends() && nbytes >= kLent;
+  p.out.push_back({static_cast<const std::byte*>(data), nbytes, lent});
   p.queued += nbytes;
-  p.lends = p.lends || nbytes >= kLent;
+  p.lends = p.lends || lent;
   take_up(to);
 }
 
 uint64_t Net::borrow(int from, void* data, size_t nbytes) {
-  if (nbytes >= kLent) peer(from).borrows = true;
+  if (lends() && nbytes >= kLent) peer(from).borrows = true;
   return receive(from, data, nbytes);
 }
 

@@ -63,6 +63,9 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
   // Return the error of the fabric in the connections with a rank; "": none.
   std::string fabric_error(int rank);
 
+  // Return whether large operands are lent to the kernel. The same on all ranks. A fabric copies them instead.
+  bool lends() const { return fabric_choice_.provider.empty(); }
+
   const Hosts& hosts() const { return hosts_; }
   int rank() const { return rank_; }
 

@@ -102,7 +102,7 @@ size_t Stream::put(const void* data, size_t nbytes) {
 }
 
 size_t Stream::lend(const void* data, size_t nbytes) {
-  if (!lends_ || link() != nullptr) return put(data, nbytes);
+  if (!lends_) return put(data, nbytes);
   if (pipe_in_.get() < 0) {
     std::array<int, 2> ends;
     if (pipe2(ends.data(), O_CLOEXEC | O_NONBLOCK) != 0) {

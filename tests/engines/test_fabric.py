@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 import allranks as dist
+from allranks import _core
 from allranks._engines.native import fabric
 from allranks.testing import run_ranks
 from allranks.tools.doctor.fabric import judge_fabric
@@ -179,6 +182,37 @@ def test_tcp_is_used_if_ranks_differ() -> None:
 def test_unknown_provider_is_refused() -> None:
     with pytest.raises(dist.ConfigError, match="ALLRANKS_FABRIC='infiniband': expected auto, off, or a provider: cxi,"):
         fabric.wanted({fabric.FABRIC: "infiniband"})
+
+
+def test_endpoint_that_cannot_be_created_is_named() -> None:
+    def body() -> None:
+        choice = _core.FabricChoice(fabric.libraries(), "psm3")
+        fabric.agree = lambda *_: choice
+        dist.init_process_group("tcp", timeout=30)
+        with pytest.raises(dist.PeerLostError, match=r"cannot use the fabric: libfabric: provider psm3 has no device"):
+            dist.barrier()
+        dist.destroy_process_group()
+
+    run_ranks(2, body, init=False)
+
+
+def test_error_of_the_provider_is_named() -> None:
+    def body() -> str:
+        tensor = torch.ones(200_000)
+        dist.all_reduce(tensor)
+        if dist.get_rank() == 0:
+            for number in os.listdir("/proc/self/fd"):
+                with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
+                    # allranks's own connections have keepalive; the others are those of the provider.
+                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+                        connection.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(dist.PeerLostError) as caught:
+            dist.all_reduce(tensor)
+        return str(caught.value)
+
+    texts = _run(2, body, "tcp")
+    assert any("the fabric reported an error (tcp: " in text for text in texts), texts
+    assert all("allranks doctor" in text for text in texts if "the fabric reported" in text)
 
 
 # --- libraries that cannot be used ---

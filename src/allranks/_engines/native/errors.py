@@ -89,7 +89,9 @@ def explain(
             f"{here}: {who} ran out of memory during the call, so the group cannot continue.{noticed}\n"
             "  Reduce the memory that the job uses on this host, or use a host with more memory."
         )
-    return PeerLostError(f"{here}: {who} {_loss(kind, ranks.last_call(peer), noticed, trouble_with(peer))}", peer)
+    # If another rank could not use its connection with this rank, this rank may know the reason, too.
+    trouble = trouble_with(reporter if peer == rank else peer)
+    return PeerLostError(f"{here}: {who} {_loss(kind, ranks.last_call(peer), noticed, trouble)}", peer)
 
 
 class _Ranks(NamedTuple):
