@@ -34,7 +34,10 @@ constexpr uint8_t kClosed = 7;              // TCP_CLOSE of netinet/tcp.h, whose
 constexpr int kUnreachableMs = 15'000;
 constexpr size_t kBurst = 256 << 10;  // bytes transferred in one direction before the other direction has its turn
 constexpr size_t kLent = 64 << 10;    // minimum bytes for lending: smaller operands are not worth a pipe
-constexpr size_t kParts = 16;         // maximum queued parts of one system call
+// If an endpoint of libfabric is blind, a rank that has received data polls longer before it sleeps, because it then
+// sleeps for whole milliseconds.
+constexpr int64_t kBlindNs = 10 * kMs;
+constexpr size_t kParts = 16;  // maximum queued parts of one system call
 
 void set(int fd, int level, int option, int value) {
   if (setsockopt(fd, level, option, &value, sizeof value) != 0) {
@@ -103,14 +106,15 @@ int unsent(int fd) {
 
 }  // namespace
 
-Net::Net(int rank, Hosts hosts, std::vector<sys::Fd> heartbeats, Opener opener, Shm& shm)
+Net::Net(int rank, Hosts hosts, std::vector<sys::Fd> heartbeats, Opener opener, Shm& shm, FabricChoice fabric)
     : rank_(rank),
       hosts_(std::move(hosts)),
       opener_(std::move(opener)),
       shm_(shm),
       clocks_(static_cast<size_t>(hosts_.count())),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-      opened_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+      opened_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      fabric_choice_(std::move(fabric)) {
   if (wake_.get() < 0 || opened_.get() < 0) throw Error(std::string("eventfd: ") + std::strerror(errno));
   for (int r = 0; r < hosts_.ranks(); r++) {
     peers_.push_back(std::make_unique<Peer>());
@@ -158,7 +162,14 @@ void Net::adopt(int rank, Connection kind, sys::Fd fd, const std::string& greeti
     // The other side may continue, and even leave, as soon as it has received the greeting. If it has terminated, the
     // first use of the connection detects this.
     if (!greeting.empty()) send_greeting(fd.get(), greeting);
-    stream.open(std::move(fd));
+    FabricLink* link = nullptr;
+    if (!fabric_choice_.provider.empty()) {
+      auto& fabric = fabrics_.at(static_cast<size_t>(kind));
+      if (!fabric) fabric = std::make_unique<Fabric>(fabric_choice_);
+      link = &fabric->connect(fd.get());
+      used_fabrics_.at(static_cast<size_t>(kind)).store(fabric.get(), std::memory_order_release);
+    }
+    stream.open(std::move(fd), link);
   }
   if (kind == Connection::collective) {
     signal(opened_);
@@ -171,6 +182,15 @@ void Net::adopt(int rank, Connection kind, sys::Fd fd, const std::string& greeti
 void Net::give_up(int rank) {
   const auto [call, fingerprint] = shm_.step_line(shm_.rank()).begun.load();
   shm_.condemn({.kind = Kind::unreachable, .peer = rank, .reporter = rank_, .call = call, .fingerprint = fingerprint});
+}
+
+std::string Net::fabric_error(int rank) {
+  const std::lock_guard lock(lock_);  // close() removes the links
+  for (const Stream* stream : {&peer(rank).collective_stream, &peer(rank).message_stream}) {
+    if (stream->link() == nullptr) continue;
+    if (std::string error = stream->link()->error(); !error.empty()) return fabric_choice_.provider + ": " + error;
+  }
+  return {};
 }
 
 void Net::need_collective_stream(int rank) {
@@ -216,14 +236,15 @@ void Net::lend(int to, const void* data, size_t nbytes) {
   if (nbytes == 0) return;
   need_collective_stream(to);
   Peer& p = peer(to);
-  p.out.push_back({static_cast<const std::byte*>(data), nbytes, nbytes >= kLent});
+  const bool lent = lends() && nbytes >= kLent;
+  p.out.push_back({static_cast<const std::byte*>(data), nbytes, lent});
   p.queued += nbytes;
-  p.lends = p.lends || nbytes >= kLent;
+  p.lends = p.lends || lent;
   take_up(to);
 }
 
 uint64_t Net::borrow(int from, void* data, size_t nbytes) {
-  if (nbytes >= kLent) peer(from).borrows = true;
+  if (lends() && nbytes >= kLent) peer(from).borrows = true;
   return receive(from, data, nbytes);
 }
 
@@ -338,7 +359,8 @@ void Net::wait(Patience& patience, const Failure& about, Done&& done) {
     }
     // Waking a sleeping receiver can cost the sender more than the packet: it may need an inter-processor interrupt,
     // which is expensive in a virtual machine. A rank that receives continuously therefore yields instead of sleeping.
-    if (now - stirred < kStirredNs) {
+    Fabric* fabric = this->fabric(Connection::collective);
+    if (now - stirred < (fabric != nullptr && fabric->blind() ? kBlindNs : kStirredNs)) {
       sys::yield();
       continue;
     }
@@ -346,11 +368,15 @@ void Net::wait(Patience& patience, const Failure& about, Done&& done) {
     for (const int r : busy_) {
       const Peer& p = peer(r);
       if (p.collective_stream.ended()) continue;
-      const auto events = (p.in.empty() ? 0 : POLLIN) | (p.out.empty() && p.collective_stream.drained() ? 0 : POLLOUT);
-      polled.push_back({.fd = p.collective_stream.fd(), .events = static_cast<short>(events), .revents = 0});
+      polled.push_back(p.collective_stream.polled(!p.in.empty(), !p.out.empty() || !p.collective_stream.drained()));
+    }
+    int timeout_ms = ended ? 1 : static_cast<int>(kSliceNs / kMs);
+    if (fabric != nullptr) {
+      polled.push_back({.fd = fabric->wait_fd(), .events = POLLIN, .revents = 0});
+      timeout_ms = fabric->sleep_ms(timeout_ms);
     }
     // A stream that has ended is not polled, so the cause of its end is checked every millisecond.
-    poll(polled.data(), polled.size(), ended ? 1 : static_cast<int>(kSliceNs / kMs));
+    poll(polled.data(), polled.size(), timeout_ms);
     if (polled.front().revents != 0) drain(opened_);
   }
 }
@@ -408,14 +434,18 @@ bool Net::wait_for_messages(int timeout_ms) {
   std::vector<pollfd> polled;
   for (const int r : others_) {
     const Stream& stream = peer(r).message_stream;
-    if (!stream || stream.ended()) continue;
-    const auto events = static_cast<short>(POLLIN | (stream.full() ? POLLOUT : 0));
-    polled.push_back({.fd = stream.fd(), .events = events, .revents = 0});
+    if (stream && !stream.ended()) polled.push_back(stream.polled(true, stream.full()));
+  }
+  if (Fabric* fabric = this->fabric(Connection::message)) {
+    if (timeout_ms > 0 && (timeout_ms = fabric->sleep_ms(timeout_ms)) == 0) return true;
+    polled.push_back({.fd = fabric->wait_fd(), .events = POLLIN, .revents = 0});
   }
   return poll(polled.data(), polled.size(), timeout_ms) > 0;
 }
 
 void Net::watch_message_streams() {
+  Fabric* fabric = this->fabric(Connection::message);
+  if (fabric != nullptr && fabric->sleep_ms(1) == 0) Shm::ring(shm_.bell(shm_.rank()));
   // If it was set already, the thread polls the streams and will ring. It does not wait for space in a stream that has
   // become full since, so it must choose the events again.
   const bool full = std::any_of(others_.begin(), others_.end(), [&](int r) { return peer(r).message_stream.full(); });
@@ -504,6 +534,9 @@ void Net::close() {
   }
   if (thread_.joinable()) thread_.join();
   finish();
+  const std::lock_guard lock(lock_);  // fabric_error() reads the links
+  for (auto& used : used_fabrics_) used.store(nullptr, std::memory_order_release);
+  for (auto& fabric : fabrics_) fabric.reset();
   for (const int r : others_) {
     peer(r).collective_stream.drop();
     peer(r).message_stream.drop();
@@ -531,6 +564,7 @@ void Net::turn() {
   const auto watch = [&](int fd, int events) {
     polled.push_back({.fd = fd, .events = static_cast<short>(events), .revents = 0});
   };
+  int timeout_ms = heartbeat_ ? static_cast<int>(kTickNs / kMs) : -1;
   std::vector<int> watched;
   if (heartbeat_) {
     for (int host = 0; host < hosts_.count(); host++) {
@@ -545,16 +579,22 @@ void Net::turn() {
     }
   }
   const size_t before_messages = polled.size();
+  bool blind = false;  // the rank itself looks regularly for messages
   if (watching) {
     for (const int r : others_) {
       const Stream& stream = peer(r).message_stream;
-      if (stream && !stream.ended()) watch(stream.fd(), POLLIN | (stream.full() ? POLLOUT : 0));
+      if (stream && !stream.ended()) polled.push_back(stream.polled(true, stream.full()));
+    }
+    if (const Fabric* fabric = this->fabric(Connection::message)) {
+      watch(fabric->wait_fd(), POLLIN);
+      blind = fabric->blind();
+      if (blind) timeout_ms = 1;
     }
   }
-  poll(polled.data(), polled.size(), heartbeat_ ? static_cast<int>(kTickNs / kMs) : -1);
+  poll(polled.data(), polled.size(), timeout_ms);
   if (polled.front().revents != 0) drain(wake_);
   const auto stirred = [](const pollfd& p) { return p.revents != 0; };
-  if (std::any_of(polled.begin() + static_cast<std::ptrdiff_t>(before_messages), polled.end(), stirred)) {
+  if (blind || std::any_of(polled.begin() + static_cast<std::ptrdiff_t>(before_messages), polled.end(), stirred)) {
     // Cleared before the bell rings: a woken rank that sleeps again sets it again.
     watching_.store(false, std::memory_order_seq_cst);
     Shm::ring(shm_.bell(shm_.rank()));
@@ -692,7 +732,9 @@ void Net::finish() {
     }
     for (const int host : neighbours) streams.push_back(links_[static_cast<size_t>(host)].get());
   }
-  for (const Stream* stream : streams) shutdown(stream->fd(), SHUT_WR);
+  for (const Stream* stream : streams) {
+    if (stream->link() == nullptr) shutdown(stream->fd(), SHUT_WR);
+  }
   // Closing a socket with unread input sends RST and discards queued output, so drain the input first.
   std::vector<std::byte> dropped(64 << 10);
   for (;;) {
@@ -701,7 +743,7 @@ void Net::finish() {
       // Limited, so that a peer that sends continuously does not prevent the check of the time.
       for (int i = 0; i < 64 && stream->get(dropped.data(), dropped.size()) > 0; i++) {
       }
-      held += unsent(stream->fd());
+      held += stream->link() == nullptr ? unsent(stream->fd()) : stream->link()->finish() ? 0 : 1;
     }
     if (held == 0 || sys::now_ns() >= until) return;
     poll(nullptr, 0, 1);

@@ -50,14 +50,21 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
   using Opener = std::function<void(int rank, Connection kind)>;
 
   // heartbeats: on a leader, the sockets to other leaders, by rank of the group; empty on other ranks.
-  Net(int rank, Hosts hosts, std::vector<sys::Fd> heartbeats, Opener opener, Shm& shm);
+  // fabric: the network of the group, without a provider for TCP.
+  Net(int rank, Hosts hosts, std::vector<sys::Fd> heartbeats, Opener opener, Shm& shm, FabricChoice fabric = {});
   ~Net() override;
   Net(const Net&) = delete;
 
-  // Take over a connection with a rank. Called from any thread. Sends the greeting before any other data.
+  // Take over a connection with a rank. Called from any thread. Sends the greeting before any other data. Throws Error
+  // if the connection cannot use the group's fabric.
   void adopt(int rank, Connection kind, sys::Fd fd, const std::string& greeting = {});
   // Report that no connection with the rank is possible, which ends the group.
   void give_up(int rank);
+  // Return the error of the fabric in the connections with a rank; "": none.
+  std::string fabric_error(int rank);
+
+  // Return whether large operands are lent to the kernel. The same on all ranks. A fabric copies them instead.
+  bool lends() const { return fabric_choice_.provider.empty(); }
 
   const Hosts& hosts() const { return hosts_; }
   int rank() const { return rank_; }
@@ -166,6 +173,10 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
   template <class Done>
   void wait(Patience& patience, const Failure& about, Done&& done);
 
+  Fabric* fabric(Connection kind) const {
+    return used_fabrics_[static_cast<size_t>(kind)].load(std::memory_order_acquire);
+  }
+
   void need_collective_stream(int rank);
   void start_thread();
   void wake();
@@ -214,6 +225,10 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
   std::mutex lock_;  // protects the members below, and the opening of streams against close()
   bool closed_ = false;
   std::thread thread_;
+  FabricChoice fabric_choice_;
+  // One for collective and one for message streams, which different threads use. Created with their first connection.
+  std::array<std::unique_ptr<Fabric>, 2> fabrics_;
+  std::array<std::atomic<Fabric*>, 2> used_fabrics_{};  // the same, for threads without the lock
 };
 
 }  // namespace allranks

@@ -63,13 +63,27 @@ void Stream::refused() {
   ended_.store(true, std::memory_order_relaxed);
 }
 
+// Take over the state of the link after a call that has moved some bytes.
+size_t Stream::over_link(size_t moved) {
+  if (link_->ended()) {
+    error_.store(link_->socket_error(), std::memory_order_relaxed);
+    ended_.store(true, std::memory_order_relaxed);
+  }
+  return moved;
+}
+
 size_t Stream::put(iovec* parts, size_t n) {
+  size_t nbytes = 0;
+  for (size_t i = 0; i < n; i++) nbytes += parts[i].iov_len;
+  if (link() != nullptr) {
+    const size_t taken = over_link(link_->put(parts, n));
+    full_.store(taken < nbytes, std::memory_order_relaxed);
+    return taken;
+  }
   if (!drain() || !writable()) return 0;
   msghdr message{};
   message.msg_iov = parts;
   message.msg_iovlen = n;
-  size_t nbytes = 0;
-  for (size_t i = 0; i < n; i++) nbytes += parts[i].iov_len;
   for (;;) {
     const ssize_t taken = sendmsg(fd(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (taken >= 0) {
@@ -134,6 +148,7 @@ bool Stream::drain() {
 }
 
 size_t Stream::get(void* to, size_t nbytes) {
+  if (link() != nullptr) return over_link(link_->get(to, nbytes));
   auto* out = static_cast<std::byte*>(to);
   if (begin_ == end_) {
     if (nbytes >= kStage) return receive(out, nbytes);

@@ -6,8 +6,11 @@
 // (vmsplice, splice). Lent memory must not change until the peer has sent a receipt for all of it. TCP's
 // acknowledgement is not enough: between namespaces of one host, the peer's kernel holds the same pages.
 // docs/decisions/042 has the measurements.
+//
+// If the group uses a fabric, the bytes travel over a link (fabric.h), and the socket only shows the end of the peer.
 #pragma once
 
+#include <poll.h>
 #include <sys/uio.h>
 
 #include <atomic>
@@ -15,6 +18,7 @@
 #include <vector>
 
 #include "base/sys.h"
+#include "channel/fabric.h"
 
 namespace allranks {
 
@@ -26,7 +30,8 @@ class Stream {
 
   // Set the connected socket. Called once, from any thread. Release pairs with fd(): a thread that reads the descriptor
   // also sees all writes of this thread before the call.
-  void open(sys::Fd fd) {
+  void open(sys::Fd fd, FabricLink* link = nullptr) {
+    link_ = link;
     owned_ = std::move(fd);
     fd_.store(owned_.get(), std::memory_order_release);
   }
@@ -38,7 +43,8 @@ class Stream {
   size_t lend(const void* data, size_t nbytes);
   // Move lent bytes from the pipe to the socket. Return whether the pipe is empty.
   bool drain();
-  bool drained() const { return in_pipe_ == 0; }
+  // Return whether no call of this process is needed to move the bytes that put and lend have accepted.
+  bool drained() const { return in_pipe_ == 0 && (link() == nullptr || link()->sent()); }
   size_t in_pipe() const { return in_pipe_; }
   // Read the bytes that have arrived, at most nbytes. Return their number.
   size_t get(void* to, size_t nbytes);
@@ -49,11 +55,19 @@ class Stream {
   int error() const { return error_.load(std::memory_order_relaxed); }
   // Return whether the kernel did not accept all bytes of the last put.
   bool full() const { return full_.load(std::memory_order_relaxed); }
+  // Return what poll() is to wait for. With a link, bytes come and go through its own descriptor.
+  pollfd polled(bool reads, bool writes) const {
+    if (link() != nullptr) return {.fd = link()->socket_over() ? -1 : fd(), .events = POLLIN, .revents = 0};
+    return {.fd = fd(), .events = static_cast<short>((reads ? POLLIN : 0) | (writes ? POLLOUT : 0)), .revents = 0};
+  }
+  // The check of fd() comes first: open() writes link_ before it publishes the descriptor.
+  FabricLink* link() const { return fd() < 0 ? nullptr : link_; }
 
   int fd() const { return fd_.load(std::memory_order_acquire); }  // -1: not open
   explicit operator bool() const { return fd() >= 0; }
   void drop() {
     fd_.store(-1, std::memory_order_relaxed);
+    link_ = nullptr;
     owned_.reset();
     pipe_in_.reset();
     pipe_out_.reset();
@@ -67,6 +81,9 @@ class Stream {
   bool writable();
   void refused();
 
+  size_t over_link(size_t moved);
+
+  FabricLink* link_ = nullptr;
   sys::Fd owned_;
   std::atomic<int> fd_ = -1;
   sys::Fd pipe_in_;

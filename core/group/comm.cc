@@ -127,7 +127,8 @@ Comm::Comm(std::unique_ptr<Shm> shm, Settings settings)
 Comm::Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd> heartbeats, Net::Opener opener,
            Settings settings)
     : local_comm_(std::move(shm), settings.tuning, settings.place),
-      net_(std::make_unique<Net>(rank, std::move(hosts), std::move(heartbeats), std::move(opener), local_comm_.shm())),
+      net_(std::make_unique<Net>(rank, std::move(hosts), std::move(heartbeats), std::move(opener), local_comm_.shm(),
+                                 settings.fabric)),
       inter_host_comm_(std::make_unique<InterHostComm>(local_comm_, *net_)),
       rank_(rank),
       size_(net_->hosts().ranks()),
@@ -210,6 +211,11 @@ void Comm::adopt(int rank, Connection kind, sys::Fd fd, const std::string& greet
 void Comm::give_up(int rank) {
   check_process();
   net_->give_up(rank);
+}
+
+std::string Comm::fabric_error(int rank) {
+  check_process();
+  return net_ ? net_->fabric_error(rank) : std::string();
 }
 
 void Comm::record_in(std::shared_ptr<trace::Recorder> recorder, size_t group) {

@@ -61,6 +61,7 @@ struct Settings {
   Polling polling;           // for the caller's thread
   Polling progress_polling;  // for the progress threads, which compete with computation
   size_t eager = 8 << 20;    // credit: bytes of messages that a rank may send to another without a recv
+  FabricChoice fabric = {};  // the network between the hosts, without a provider for TCP
 };
 
 // Created by sys::make_owned. In a forked child every call throws Kind::forked, except close, which does nothing.
@@ -118,6 +119,7 @@ class Comm {
   // Only for a group that spans hosts. See Net.
   void adopt(int rank, Connection kind, sys::Fd fd, const std::string& greeting = {});
   void give_up(int rank);
+  std::string fabric_error(int rank);  // as in Net
 
   LocalComm& local_comm() { return local_comm_; }  // the ranks of this host
 

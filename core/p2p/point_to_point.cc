@@ -537,7 +537,7 @@ bool PointToPoint::next(int peer) {
               .kind = late   ? Frame::Kind::late
                       : body ? Frame::Kind::body
                              : Frame::Kind::message,
-              .lent = static_cast<uint8_t>(far(peer) && payload >= kLent ? 1 : 0)};
+              .lent = static_cast<uint8_t>(far(peer) && net_->lends() && payload >= kLent ? 1 : 0)};
   if (!body && cost(frame) > credit(peer)) {
     frame.kind = Frame::Kind::offer;
     frame.lent = 0;

@@ -14,6 +14,7 @@ NB_MODULE(_core, m) {
   allranks::bind_errors(m);
   allranks::bind_types(m);
   allranks::bind_trace(m);
+  allranks::bind_fabric(m);  // before its use as the default of an argument
   allranks::bind_comm(m);
   allranks::bind_now(m);
   allranks::bind_sites(m);

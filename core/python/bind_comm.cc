@@ -183,7 +183,7 @@ void bind_making(nb::class_<Comm>& comm) {
           [](int rank, const std::vector<int>& host_of, const Sizes& sizes, const std::vector<int>& segments,
              const Liveness& liveness, const std::vector<int>& heartbeats, int asking_pipe, uint32_t number,
              double timeout_s, Us polling, Us progress_polling, size_t eager, const Tuning& tuning,
-             const Topology& topology) {
+             const Topology& topology, const FabricChoice& fabric) {
             // Take ownership of all descriptors before any statement can throw. Otherwise an exception would leak them.
             auto memories = own(segments);
             auto signs = own(heartbeats);
@@ -197,11 +197,13 @@ void bind_making(nb::class_<Comm>& comm) {
                                                   .timeout_s = timeout_s,
                                                   .polling = in_ns(polling),
                                                   .progress_polling = in_ns(progress_polling),
-                                                  .eager = eager});
+                                                  .eager = eager,
+                                                  .fabric = fabric});
           },
           nb::arg("rank"), nb::arg("host_of"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"),
           nb::arg("heartbeats"), nb::arg("asking_pipe"), nb::arg("number"), nb::arg("timeout_s"), nb::arg("polling_us"),
           nb::arg("progress_polling_us"), nb::arg("eager"), nb::arg("tuning"), nb::arg("topology") = Topology(),
+          nb::arg("fabric") = FabricChoice(),
           "Create this rank of a group that spans hosts.\n\n"
           "Takes ownership of the descriptors in `segments` and `heartbeats`. The other arguments are those of the\n"
           "constructor; segments and liveness are those of the ranks of this host.\n\n"
@@ -210,7 +212,8 @@ void bind_making(nb::class_<Comm>& comm) {
           "    heartbeats: On the first rank of a host, the connections to the ranks that `neighbours` returns, by\n"
           "        rank, and -1 for all other ranks. Empty on all other ranks.\n"
           "    asking_pipe: The pipe for requests of connections. A request has the number, the rank and the kind.\n"
-          "    number: The number of this group in these requests.");
+          "    number: The number of this group in these requests.\n"
+          "    fabric: The network between the hosts. Without a provider, it is TCP.");
 }
 
 void bind_connections(nb::class_<Comm>& comm) {
@@ -230,7 +233,9 @@ void bind_connections(nb::class_<Comm>& comm) {
           nb::arg("ranks"), nb::call_guard<nb::gil_scoped_release>(),
           "Return the liveness sockets of these ranks, or None if a rank is on another host or the group is closed.")
       .def("give_up", &Comm::give_up, nb::arg("rank"),
-           "Mark the group as failed, because a rank of another host cannot be reached.");
+           "Mark the group as failed, because a rank of another host cannot be reached.")
+      .def("fabric_error", &Comm::fabric_error, nb::arg("rank"),
+           "Return the error of the fabric in the connections with a rank, after its provider, or an empty text.");
 }
 
 void bind_collectives(nb::class_<Comm>& comm) {

@@ -8,6 +8,7 @@ namespace allranks {
 void bind_errors(nanobind::module_& m);
 void bind_types(nanobind::module_& m);
 void bind_comm(nanobind::module_& m);
+void bind_fabric(nanobind::module_& m);
 void bind_now(nanobind::module_& m);
 void bind_sites(nanobind::module_& m);
 void bind_torch_call(nanobind::module_& m);

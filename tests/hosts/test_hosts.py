@@ -53,7 +53,9 @@ def on_hosts(
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    env = {"ALLRANKS_SECRET": SECRET, **others.pop("env", {})}
+    # Copied, because the process that forks the ranks has the environment of its start.
+    copied = {name: os.environ[name] for name in ("ALLRANKS_FABRIC",) if name in os.environ}
+    env = {"ALLRANKS_SECRET": SECRET, **copied, **others.pop("env", {})}
     return run_ranks(len(places), enter_and_run, init=False, env=env, timeout_s=timeout_s + 30, **others)
 
 

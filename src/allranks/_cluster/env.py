@@ -97,6 +97,12 @@ VARIABLES: tuple[Variable, ...] = (
         "all except those of containers",
     ),
     Variable(
+        "ALLRANKS_FABRIC",
+        "user",
+        "Network between the hosts: off (TCP), or a provider of libfabric: cxi, efa, opx, psm3, verbs, tcp, udp.",
+        "the first of cxi, efa, opx, psm3, verbs that all hosts can use",
+    ),
+    Variable(
         "ALLRANKS_SECRET",
         "user",
         "Secret of the job, at least 16 characters.",

@@ -4,9 +4,9 @@ Ranks of one host exchange descriptors of their memory over unix sockets in the 
 The sockets stay open as liveness sockets: if one closes, its rank has exited. A group created from another group uses
 the liveness sockets of that group. If all its ranks share the host, its first rank creates one memory for all and
 passes it to them. Otherwise its ranks exchange their memories, and close the new sockets. Ranks of different hosts
-connect over TCP when they need it (`tcp`). At the start, only the first ranks of the hosts connect, for heartbeats. The
-caller provides the exchange of the ranks' addresses (`Exchange`): a store for the world, the parent group for a group
-created later.
+connect over TCP, or over a fabric (`fabric`), when they need it (`tcp`). At the start, only the first ranks of the
+hosts connect, for heartbeats. The caller provides the exchange of the ranks' addresses (`Exchange`): a store for the
+world, the parent group for a group created later.
 
 Ranks are on one host if they use the same running kernel and the same network namespace (`_cluster.network.machine`).
 Their unix sockets must then connect. Host names and numbers of local ranks are not trusted.
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from allranks import _core
 from allranks._base.errors import JoinError, rank_list
 from allranks._base.forks import Descriptor, Socket, guard
+from allranks._engines.native import fabric
 from allranks._engines.native.tcp import ConnectionServer, PeerConnections, Target
 from allranks._engines.spec import RECORD_BYTES, Exchange
 from allranks._net.secret import load_secret
@@ -43,14 +44,15 @@ __all__ = ["OFFER_BYTES", "HostConnections", "GroupMemory", "SegmentExchange", "
 # The data that a rank publishes about its SegmentExchange: the random name of the address, and a token. Every process
 # on the host can read the name (/proc/net/unix). The token of the host's first rank proves that a peer belongs to the
 # group.
-_NAME_BYTES, _TOKEN_BYTES = 8, 16
+_NAME_BYTES, _TOKEN_BYTES = 7, 16
 OFFER_BYTES = _NAME_BYTES + _TOKEN_BYTES
 _HELLO = struct.Struct(f"!{_TOKEN_BYTES}sI")
 
-# A record: the published data, and the port for ranks of other hosts, 0 if there are none. The first rank's token is
-# part of what ranks of different hosts prove to each other.
-_PORT = struct.Struct("!H")
-assert OFFER_BYTES + _PORT.size <= RECORD_BYTES
+# A record: the published data, the port for ranks of other hosts, and the number of the fabric that the rank can use.
+# Port and number are 0 if there are none. The first rank's token is part of what ranks of different hosts prove to each
+# other.
+_NETWORK = struct.Struct("!HB")
+assert OFFER_BYTES + _NETWORK.size <= RECORD_BYTES
 
 # Seconds. After an exchange, all ranks are present. A rank that dies before it has connected keeps the others waiting,
 # and the timeout of their calls may be long.
@@ -73,12 +75,14 @@ class HostConnections(NamedTuple):
             of another group, they serve ``confirm`` only.
         heartbeats: The connections for heartbeats, by rank, None for ranks without one. Empty if this rank has none.
         peers: Creates connections with other hosts that are needed later. None if all ranks share this host.
+        fabric: The network of these connections. None: TCP.
     """
 
     segments: list[Descriptor]
     liveness: list[Socket | None]
     heartbeats: list[Socket | None]
     peers: PeerConnections | None
+    fabric: _core.FabricChoice | None = None
 
 
 class GroupMemory(NamedTuple):
@@ -124,7 +128,7 @@ def connect(
     # The condition is the same on all ranks, so all of them use the same protocol.
     if has_liveness and len(set(host_of)) == 1:
         with SegmentExchange(Descriptor.of(create.of_all) if rank == 0 else None) as offer:
-            records = exchange(offer.record + _PORT.pack(0))
+            records = exchange(offer.record + _NETWORK.pack(0, 0))
             return HostConnections(*offer.share(rank, records, min(timeout_s, _THERE_S)), [], None)
     memory = Descriptor.of(create.of_rank)
     deadline = time.monotonic() + timeout_s
@@ -134,20 +138,22 @@ def connect(
     # The listener exists before its address is published, so a connection never precedes it.
     with SegmentExchange(memory) as offer:
         if len(near) == len(members):
-            records = exchange(offer.record + _PORT.pack(0))
+            records = exchange(offer.record + _NETWORK.pack(0, 0))
             return HostConnections(*offer.meet(rank, records, min(timeout_s, _THERE_S)), [], None)
         secret = load_secret()
-        server = ConnectionServer.of((_LOOPBACK,) if local else members[rank].addresses)
+        addresses = (_LOOPBACK,) if local else members[rank].addresses
+        usable = fabric.offer(os.environ, addresses, local)
+        server = ConnectionServer.of(addresses)
         peers = None
         heartbeats: list[Socket | None] = []
         try:
-            records = exchange(offer.record + _PORT.pack(server.port))
+            records = exchange(offer.record + _NETWORK.pack(server.port, usable))
+            networks = [_NETWORK.unpack(record[OFFER_BYTES:]) for record in records]
             targets: list[Target | None] = [
-                None
-                if r in near
-                else ((_LOOPBACK,) if local else members[r].addresses, _PORT.unpack(record[OFFER_BYTES:])[0])
-                for r, record in enumerate(records)
+                None if r in near else ((_LOOPBACK,) if local else members[r].addresses, port)
+                for r, (port, _) in enumerate(networks)
             ]
+            chosen = fabric.agree([n for _, n in networks], rank, members, addresses, near.index(rank), group_name)
             peers = PeerConnections(
                 server, group_name, rank, members, targets, secret, records[0][_NAME_BYTES:OFFER_BYTES]
             )
@@ -167,7 +173,7 @@ def connect(
             # Closing the connections also releases the server, so only one of the two is called.
             peers.close() if peers is not None else server.let_go()
             raise
-    return HostConnections(segments, liveness, heartbeats, peers)
+    return HostConnections(segments, liveness, heartbeats, peers, chosen)
 
 
 def confirm(rank: int, made: HostConnections, timeout_s: float) -> None:

@@ -168,7 +168,7 @@ class NativeEngine(Engine):
         )
         made = connect(rank, members, host_of, exchange, memory, connect_s, group_name, has_liveness=shared is not None)
         self._peers = made.peers
-        self._troubles = made.peers.troubles if made.peers is not None else {}
+        self._trouble_with = made.peers.trouble_with if made.peers is not None else _no_trouble
         if made.peers is not None:
             made.peers.windows.timeout_s = timeout_s
         try:
@@ -180,7 +180,9 @@ class NativeEngine(Engine):
             if made.peers is not None:
                 made.peers.close()
             if isinstance(error, _core.Failure):
-                words = explain(error, "", group=group_name, rank=rank, members=members, last_calls=[], troubles={})
+                words = explain(
+                    error, "", group=group_name, rank=rank, members=members, last_calls=[], trouble_with=_no_trouble
+                )
                 raise JoinError(f"group '{group_name}' (rank {rank}) could not be created: {words}") from None
             raise
         if shared is not None:
@@ -198,12 +200,12 @@ class NativeEngine(Engine):
 
     def _make_now(self) -> _core.Now:
         comm = self.comm  # not self: a call outlives the engine if the group is destroyed during the call
-        troubles, rank, members, group_name = self._troubles, self.rank, self.members, self.group_name
+        trouble_with, rank, members, group_name = self._trouble_with, self.rank, self.members, self.group_name
 
         def explain_now(failure: _core.Failure, verb: str) -> AllranksError:
             calls = comm.last_calls()
             return explain(
-                failure, verb, group=group_name, rank=rank, members=members, last_calls=calls, troubles=troubles
+                failure, verb, group=group_name, rank=rank, members=members, last_calls=calls, trouble_with=trouble_with
             )
 
         return _core.Now(self.comm, explain_now, self._pending, partial(_tidy, self._pending))
@@ -525,7 +527,7 @@ class NativeEngine(Engine):
             rank=self.rank,
             members=self.members,
             last_calls=self.comm.last_calls(),
-            troubles=self._troubles,
+            trouble_with=self._trouble_with,
             goes_on=goes_on,
         )
 
@@ -716,9 +718,14 @@ def _make_comm(
             )
         made.peers.comm = _core.Comm.across_hosts(
             rank, host_of, sizes, segments, liveness, heartbeats,
-            made.peers.asking_pipe, made.peers.number, timeout_s, polling, progress_polling, eager, tuning, *near,
+            made.peers.asking_pipe, made.peers.number, timeout_s, polling, progress_polling, eager, tuning, topology,
+            made.fabric or _core.FabricChoice(),
         )  # fmt: skip
         return made.peers.comm
+
+
+def _no_trouble(_: int) -> str | None:
+    return None
 
 
 def _numbers(sockets: Sequence[Socket | None]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from allranks import _core
@@ -35,7 +35,7 @@ def explain(
     rank: int,
     members: Sequence[Member],
     last_calls: Sequence[tuple[int, _core.Call]],
-    troubles: Mapping[int, str],
+    trouble_with: Callable[[int], str | None],
     goes_on: bool = False,
 ) -> AllranksError:
     """Return the error for the facts that the core reports.
@@ -47,7 +47,7 @@ def explain(
         rank: This rank.
         members: The ranks of the group.
         last_calls: Number and fingerprint of each rank's last collective.
-        troubles: Why this rank could not be connected with others.
+        trouble_with: Returns why this rank has no connection with another rank, if the reason is known.
         goes_on: The call has not ended; only this wait for it has.
     """
     kind, peer, reporter, call, theirs, seconds, calls, waiting_for, sites, text, waits, unasked = failure.args
@@ -89,7 +89,9 @@ def explain(
             f"{here}: {who} ran out of memory during the call, so the group cannot continue.{noticed}\n"
             "  Reduce the memory that the job uses on this host, or use a host with more memory."
         )
-    return PeerLostError(f"{here}: {who} {_loss(kind, ranks.last_call(peer), noticed, troubles.get(peer))}", peer)
+    # If another rank could not use its connection with this rank, this rank may know the reason, too.
+    trouble = trouble_with(reporter if peer == rank else peer)
+    return PeerLostError(f"{here}: {who} {_loss(kind, ranks.last_call(peer), noticed, trouble)}", peer)
 
 
 class _Ranks(NamedTuple):

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from allranks import _core
 from allranks._base.errors import AllranksError, ConfigError, JoinError, rank_list
 from allranks._base.forks import Descriptor, Socket, guard
 from allranks._base.system import reason, refusal
@@ -38,7 +39,6 @@ from allranks._net.handshake import DECLINED, HANDSHAKE_FRAME, PROVED, ClientHan
 from allranks._net.sockets import check_connected, keep_alive
 
 if TYPE_CHECKING:
-    from allranks import _core
     from allranks._rendezvous.rendezvous import Member
 
 __all__ = [
@@ -70,7 +70,9 @@ _LONGEST_PAUSE_S = 0.2
 # Seconds. kUnreachableMs in core/channel/net.cc, which survives a network cut of 7 s (docs/decisions/028)
 _LOST_AFTER_S = 15
 
-PROTOCOL = Protocol(b"allranks-channel/", b"4", _HELLO.size)
+_FABRIC_ADVICE = "Run `allranks doctor` on both hosts, or set ALLRANKS_FABRIC=off to use TCP."
+
+PROTOCOL = Protocol(b"allranks-channel/", b"5", _HELLO.size)
 """The version covers the handshake, and the data that the core sends (core/channel, collective and p2p)."""
 
 Target = tuple[tuple[str, ...], int]
@@ -201,6 +203,14 @@ class PeerConnections:
             " to choose the interface."
         )
 
+    def trouble_with(self, peer: int) -> str | None:
+        """Return why there is no connection with a rank, if the reason is known."""
+        if peer in self.troubles:
+            return self.troubles[peer]
+        comm = self.comm
+        error = comm.fabric_error(peer) if comm is not None and peer >= 0 else ""
+        return f"the fabric reported an error ({error}).\n  {_FABRIC_ADVICE}" if error else None
+
     def note_trouble(self, peer: int, port: int, addresses: Sequence[str], seconds: float, last: str) -> None:
         """Keep the reason why a rank cannot be reached."""
         self.troubles[peer] = (
@@ -272,8 +282,12 @@ class PeerConnections:
             connection.close()
         else:
             # The core sends the greeting itself, so that its first bytes cannot overtake the verdict.
-            with guard:
-                comm.adopt(peer, kind, connection.detach(), greeting.decode())
+            try:
+                with guard:
+                    comm.adopt(peer, kind, connection.detach(), greeting.decode())
+            except _core.Failure as failure:  # the fabric refuses the connection
+                self.troubles[peer] = f"its connection cannot use the fabric: {failure.args[9]}.\n  {_FABRIC_ADVICE}"
+                comm.give_up(peer)
 
     def give_up(self, peer: int, kind: int, error: AllranksError | None) -> None:
         """Report that there will be no connection with a rank."""

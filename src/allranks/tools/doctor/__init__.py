@@ -6,6 +6,7 @@
 ``software``  the installation: Python, the core, torch, GPUs, engines, MPI
 ``limits``    the resources of the host: CPUs, memory, files, processes
 ``network``   the host's name, its interfaces and ports
+``fabric``    the networks that libfabric can use
 ``job``       the environment of a job: variables, the secret, remains of dead jobs
 ``ranks``     in a job: the results of every rank's checks, and each pair's messages
 ``pairs``     the schedule of the pairs, and outliers (pure functions)
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int | Program:
     Returns:
         The exit code: 1 if a check failed. In a forked rank, the rank.
     """
-    from allranks.tools.doctor import check, job, limits, network, options, ranks, report, software, text
+    from allranks.tools.doctor import check, fabric, job, limits, network, options, ranks, report, software, text
 
     wanted = options.parse(argv)
     if wanted.nproc is not None:
@@ -48,7 +49,13 @@ def main(argv: Sequence[str]) -> int | Program:
             "allranks doctor: error: --plot draws pairs of ranks, but this is not a job.\n  Add -n 4.", file=sys.stderr
         )
         return USAGE
-    every = (*software.CHECKS, *limits.CHECKS, *network.CHECKS, *job.CHECKS)  # in the order of the report
+    every = (
+        *software.CHECKS,
+        *limits.CHECKS,
+        *network.CHECKS,
+        *fabric.CHECKS,
+        *job.CHECKS,
+    )  # in the order of the report
     # if the ranks have not met, each rank continues here, but only one writes the file
     first = job.job_here().rank == 0
     with TerminalProgress("allranks doctor", first) as progress:
