@@ -216,7 +216,8 @@ Fabric::Fabric(const FabricChoice& choice)
   if (h.info->ep_attr->max_msg_size < kMessage) throw Error("libfabric: messages are limited to less than 16 KiB");
   h.check(h.lib.fabric(h.info->fabric_attr, &h.fabric, nullptr), "fi_fabric");
   h.check(fi_domain(h.fabric, h.info.get(), &h.domain, nullptr), "fi_domain");
-  fi_cq_attr cq{.format = FI_CQ_FORMAT_MSG, .wait_obj = FI_WAIT_FD};
+  fi_cq_attr cq{
+      .size = h.info->tx_attr->size + h.info->rx_attr->size, .format = FI_CQ_FORMAT_MSG, .wait_obj = FI_WAIT_FD};
   const bool waits = fi_cq_open(h.domain, &cq, &h.completions, nullptr) == 0 &&
                      fi_control(&h.completions->fid, FI_GETWAIT, &wait_fd_) == 0;
   if (!waits) {
@@ -248,12 +249,17 @@ Fabric::~Fabric() {
   stopped_.notify_all();
   if (tender_.joinable()) tender_.join();
   // Before the links: until the endpoint is closed, the provider may use their buffers.
-  close(handles_->endpoint);
+  if (handles_->endpoint != nullptr && fi_close(&handles_->endpoint->fid) != 0) {
+    // It may still use them. This memory is then never released.
+    for (auto& link : links_) static_cast<void>(link.release());
+  }
+  handles_->endpoint = nullptr;
   links_.clear();
 }
 
 FabricLink& Fabric::connect(int socket) {
   const std::lock_guard lock(lock_);
+  links_.reserve(links_.size() + 1);  // first: no exception may release a link after it has posted receives
   links_.push_back(std::unique_ptr<FabricLink>(new FabricLink(*this, socket)));
   return *links_.back();
 }
