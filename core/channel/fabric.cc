@@ -37,6 +37,7 @@ constexpr uint32_t kReceives = kWindow + 3;
 constexpr size_t kInject = 1 << 10;  // above it, the copy of an injected message costs more than its completion
 constexpr uint64_t kTags = (uint64_t{1} << 48) - 1;  // the providers with the fewest bits in a tag have 48
 constexpr auto kTend = std::chrono::milliseconds(100);
+constexpr int kTries = 4;      // to prepare a sleep, before the thread sleeps for 1 ms only
 constexpr uint32_t kLook = 8;  // the socket is read in one of so many calls that find no message
 
 // Precedes the bytes of each message. A message without bytes returns credits.
@@ -216,7 +217,8 @@ Fabric::Fabric(const FabricChoice& choice)
   if (h.info->ep_attr->max_msg_size < kMessage) throw Error("libfabric: messages are limited to less than 16 KiB");
   h.check(h.lib.fabric(h.info->fabric_attr, &h.fabric, nullptr), "fi_fabric");
   h.check(fi_domain(h.fabric, h.info.get(), &h.domain, nullptr), "fi_domain");
-  fi_cq_attr cq{.format = FI_CQ_FORMAT_MSG, .wait_obj = FI_WAIT_FD};
+  fi_cq_attr cq{
+      .size = h.info->tx_attr->size + h.info->rx_attr->size, .format = FI_CQ_FORMAT_MSG, .wait_obj = FI_WAIT_FD};
   const bool waits = fi_cq_open(h.domain, &cq, &h.completions, nullptr) == 0 &&
                      fi_control(&h.completions->fid, FI_GETWAIT, &wait_fd_) == 0;
   if (!waits) {
@@ -248,28 +250,34 @@ Fabric::~Fabric() {
   stopped_.notify_all();
   if (tender_.joinable()) tender_.join();
   // Before the links: until the endpoint is closed, the provider may use their buffers.
-  close(handles_->endpoint);
+  if (handles_->endpoint != nullptr && fi_close(&handles_->endpoint->fid) != 0) {
+    // It may still use them. This memory is then never released.
+    for (auto& link : links_) static_cast<void>(link.release());
+  }
+  handles_->endpoint = nullptr;
   links_.clear();
 }
 
 FabricLink& Fabric::connect(int socket) {
   const std::lock_guard lock(lock_);
+  links_.reserve(links_.size() + 1);  // first: no exception may release a link after it has posted receives
   links_.push_back(std::unique_ptr<FabricLink>(new FabricLink(*this, socket)));
   return *links_.back();
 }
 
 int Fabric::sleep_ms(int most_ms) {
   const std::lock_guard lock(lock_);
-  const uint64_t before = completions_;
-  progress();
-  if (completions_ != before) return 0;
-  if (wait_fd_ >= 0) {
-    // A refusal means that messages may have arrived since.
+  const uint64_t before = completions();
+  for (int i = 0; i < kTries; i++) {
+    progress();
+    if (completions() != before) return 0;
     std::array<fid*, 1> fids{&handles_->completions->fid};
-    const int refused = fi_trywait(handles_->fabric, fids.data(), static_cast<int>(fids.size()));
-    blind_.store(refused != FI_SUCCESS, std::memory_order_relaxed);
+    // A refusal means that the provider may have something to do, or a completion, since.
+    const bool ready = wait_fd_ >= 0 && fi_trywait(handles_->fabric, fids.data(), 1) == FI_SUCCESS;
+    blind_.store(!ready, std::memory_order_relaxed);
+    if (ready) return most_ms;
   }
-  return blind() ? std::min(most_ms, 1) : most_ms;
+  return std::min(most_ms, 1);
 }
 
 void Fabric::progress() {
@@ -277,7 +285,7 @@ void Fabric::progress() {
   std::array<fi_cq_msg_entry, 16> entries;
   for (;;) {
     const ssize_t n = fi_cq_read(handles_->completions, entries.data(), entries.size());
-    if (n > 0) completions_ += static_cast<uint64_t>(n);
+    if (n > 0) completions_.fetch_add(static_cast<uint64_t>(n), std::memory_order_relaxed);
     for (ssize_t i = 0; i < n; i++) {
       auto& buffer = *static_cast<FabricLink::Buffer*>(entries[static_cast<size_t>(i)].op_context);
       buffer.link->completed(buffer, entries[static_cast<size_t>(i)].len);

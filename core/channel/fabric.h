@@ -62,6 +62,7 @@ class Fabric {
   // Prepare the calling thread for a sleep in poll() with wait_fd(). Return how long it may sleep: 0 if messages have
   // arrived, otherwise most_ms, or 1 ms if the endpoint is blind.
   int sleep_ms(int most_ms);
+  uint64_t completions() const { return completions_.load(std::memory_order_relaxed); }  // since the beginning
   int wait_fd() const { return wait_fd_; }  // -1: the provider has no descriptor to wait for
   // Return whether a message may arrive without waking a thread that sleeps. The thread must then look regularly.
   bool blind() const { return blind_.load(std::memory_order_relaxed); }
@@ -80,7 +81,7 @@ class Fabric {
   std::mutex lock_;  // protects the endpoint and its links: providers are not asked to be thread-safe
   std::vector<std::unique_ptr<FabricLink>> links_;
   std::atomic<uint64_t> turns_ = 0;  // calls of progress()
-  uint64_t completions_ = 0;
+  std::atomic<uint64_t> completions_ = 0;
   std::atomic<bool> blind_ = false;
   std::mutex stopping_lock_;
   std::condition_variable stopped_;

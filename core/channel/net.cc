@@ -437,6 +437,9 @@ bool Net::wait_for_messages(int timeout_ms) {
     if (stream && !stream.ended()) polled.push_back(stream.polled(true, stream.full()));
   }
   if (Fabric* fabric = this->fabric(Connection::message)) {
+    // The caller has processed messages since the last call, so the descriptor may not show that they arrive.
+    const uint64_t completions = fabric->completions();
+    if (seen_completions_.exchange(completions, std::memory_order_relaxed) != completions) return true;
     if (timeout_ms > 0 && (timeout_ms = fabric->sleep_ms(timeout_ms)) == 0) return true;
     polled.push_back({.fd = fabric->wait_fd(), .events = POLLIN, .revents = 0});
   }

@@ -219,6 +219,7 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
   bool announced_ = false;
 
   std::atomic<bool> watching_ = false;
+  std::atomic<uint64_t> seen_completions_ = 0;  // of the fabric of the message streams, by wait_for_messages
   std::atomic<bool> closing_ = false;
   sys::Fd wake_;     // event that wakes the thread from poll
   sys::Fd opened_;   // event that wakes a thread in wait() from poll: a collective stream has been opened

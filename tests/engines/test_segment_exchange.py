@@ -30,7 +30,7 @@ def memory() -> Descriptor:
 
 
 def name(offer: SegmentExchange) -> str:
-    return f"\0allranks-{offer.record[:8].hex()}"
+    return f"\0allranks-{offer.record[:7].hex()}"
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import torch
 from test_hosts import on_hosts
 
 import allranks as dist
+from allranks._engines.native import fabric
 from support.cluster import Cluster
 from support.fabrics import FabricLog, needs_libfabric
 
@@ -76,6 +77,21 @@ def test_tensors_may_change_as_soon_as_a_call_returns(tcp: None, three_hosts: Cl
 @pytest.mark.parametrize("places", [[0, 0, 1, 1]], ids=str)
 def test_random_programs_equal_torch(tcp: None, four_hosts: Cluster, places: list[int]) -> None:
     test_hosts.test_random_programs_equal_torch(four_hosts, places)
+
+
+def test_first_usable_fast_provider_is_selected_if_none_is_named(three_hosts: Cluster) -> None:
+    def body() -> list[str]:
+        del os.environ["ALLRANKS_FABRIC"]
+        fabric.has_devices = lambda: True
+        fabric.FAST = ("psm3", "tcp", "udp")
+        log = FabricLog()
+        group = dist.new_group()
+        tensor = torch.ones(1000)
+        dist.all_reduce(tensor, group=group)
+        assert (tensor == 3).all()
+        return log.used()
+
+    assert on_hosts(three_hosts, [0, 1, 2], body, env={"ALLRANKS_FABRIC": "off"}) == [["tcp"]] * 3
 
 
 def test_tcp_is_used_if_one_host_has_no_fabric(three_hosts: Cluster) -> None:

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from allranks.tools import quiet
-from allranks.tools.doctor import check, job, limits, network, pairs, ranks, report, software, text
+from allranks.tools.doctor import check, fabric, job, limits, network, pairs, ranks, report, software, text
 from allranks.tools.doctor.check import Check
 from support import warm
 from support.mpi_jobs import python_with
 
 SOURCE = Path(__file__).parents[2] / "src"
-NAMES = [look.__name__.replace("_", " ") for m in (software, limits, network, job) for look in m.CHECKS]
+NAMES = [look.__name__.replace("_", " ") for m in (software, limits, network, fabric, job) for look in m.CHECKS]
 CLEAN = {
     name: value
     for name, value in os.environ.items()

@@ -22,7 +22,7 @@ INTERFACE = 1
 OLDEST = 1
 """The oldest version that this allranks accepts."""
 
-# The native engine needs all of it: a name (8 bytes), a token (16) and a port (2).
+# The native engine needs all of it: a name (7 bytes), a token (16), a port (2) and the number of a fabric (1).
 RECORD_BYTES = 26
 """The maximum size in bytes of a record for an `Exchange`. The data that new_group gathers grows with it."""
 

@@ -25,7 +25,7 @@ from allranks._base.errors import ConfigError
 if TYPE_CHECKING:
     from allranks._rendezvous.rendezvous import Member
 
-__all__ = ["FABRIC", "FAST", "NAMES", "Usable", "agree", "libraries", "offer", "test", "wanted"]
+__all__ = ["FABRIC", "FAST", "NAMES", "Usable", "agree", "libraries", "offer", "probe", "wanted"]
 
 FABRIC = "ALLRANKS_FABRIC"
 
@@ -47,7 +47,7 @@ _SMALL, _LARGE = 8, 1 << 20  # bytes of the messages
 # The child loads only the core, from its file: importing allranks would import torch. The core needs nanobind's module.
 _CHILD = """
 import importlib.util, json, sys
-sys.path, core, libraries, providers, sources, small, large, seconds = json.loads(sys.argv[1])
+sys.path, core, libraries, providers, sources, first, small, large, seconds = json.loads(sys.argv[1])
 spec = importlib.util.spec_from_file_location("allranks._core", core)
 core = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(core)
@@ -63,6 +63,8 @@ for provider in providers:
     except core.Failure as failure:
         found["error"] = failure.args[9]
     print(json.dumps(found), flush=True)
+    if first and found["latency_s"] and not found["error"]:
+        break
 """
 
 _log = logging.getLogger("allranks")
@@ -109,17 +111,18 @@ def has_devices() -> bool:
     return any(glob.glob(pattern) for pattern in _DEVICES)
 
 
-def test(providers: Sequence[str], sources: Sequence[str]) -> list[Usable]:
+def probe(providers: Sequence[str], sources: Sequence[str], first: bool = False) -> list[Usable]:
     """Test providers in a child process: list their devices, and send messages between two endpoints.
 
     Args:
         providers: The providers, in this order.
         sources: The addresses of this host that other hosts reach.
+        first: Stop after the first provider that can be used.
     """
     results: list[Usable] = []
     while len(results) < len(providers):
         left = providers[len(results) :]
-        arguments = [sys.path, _core.__file__, libraries(), list(left), list(sources), _SMALL, _LARGE, _PING_S]
+        arguments = [sys.path, _core.__file__, libraries(), list(left), list(sources), first, _SMALL, _LARGE, _PING_S]
         command = [sys.executable, "-S", "-c", _CHILD, json.dumps(arguments)]
         # Providers print warnings to stderr, which are not errors of the program.
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -134,8 +137,10 @@ def test(providers: Sequence[str], sources: Sequence[str]) -> list[Usable]:
         for provider, found in zip(left, lines[1::2], strict=False):
             error = found["error"] or ("" if found["devices"] else "it has no device that can be used")
             results.append(Usable(provider, tuple(found["devices"]), found["latency_s"], found["bytes_per_s"], error))
-        if len(results) < len(providers):  # the child did not survive this provider
-            results.append(Usable(providers[len(results)], (), 0.0, 0.0, trouble))
+        if child.returncode == 0 or len(results) == len(providers):
+            break
+        # The child did not survive this provider.
+        results.append(Usable(providers[len(results)], (), 0.0, 0.0, trouble))
     return results
 
 
@@ -145,7 +150,7 @@ def _end(code: int) -> str:
 
 @cache
 def _first_usable(providers: tuple[str, ...], sources: tuple[str, ...]) -> str:
-    results = test(providers, sources)
+    results = probe(providers, sources, first=True)
     for each in results:
         if not each.error:
             _load(each.provider)

@@ -34,7 +34,7 @@ def fabric() -> Finding:
     if wanted == "auto" and not fabric.has_devices():
         return ok("no InfiniBand, RoCE, EFA, Omni-Path or Slingshot device: TCP connects the hosts")
     names = fabric.NAMES if wanted == "auto" else (wanted,)
-    results = fabric.test(names, published_addresses() or ("127.0.0.1",))
+    results = fabric.probe(names, published_addresses() or ("127.0.0.1",))
     denied = [node for pattern in _NODES for node in glob.glob(pattern) if not os.access(node, os.R_OK | os.W_OK)]
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return judge_fabric(results, fabric.FAST if wanted == "auto" else (wanted,), denied, locked)
