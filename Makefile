@@ -97,6 +97,7 @@ bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed $(TRAINERS)/ins
 	$(RECORD) benchmarks/torch_plugin.json -- -m allranks run -n 2 --show 0 benchmarks/torch_plugin.py
 	$(RECORD_MPI) benchmarks/hosts_1.json $(NAMESPACES) -- benchmarks/hosts.py $(BENCH_FLAGS)
 	$(RECORD_MPI) benchmarks/hosts_2.json $(NAMESPACES) -- benchmarks/hosts.py --per-host 2 $(BENCH_FLAGS)
+	$(RECORD_MPI) benchmarks/fabrics.json $(NAMESPACES) -- benchmarks/fabrics.py
 	$(RECORD_MPI) benchmarks/many_hosts.json $(NAMESPACES) -- benchmarks/many_hosts.py --plot benchmarks/many_hosts.png
 	$(RECORD) benchmarks/drift.json -- benchmarks/drift.py
 	$(RECORD) benchmarks/drift_cost.json -- benchmarks/drift.py --cost

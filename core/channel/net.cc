@@ -165,8 +165,14 @@ void Net::adopt(int rank, Connection kind, sys::Fd fd, const std::string& greeti
     FabricLink* link = nullptr;
     if (!fabric_choice_.provider.empty()) {
       auto& fabric = fabrics_.at(static_cast<size_t>(kind));
-      if (!fabric) fabric = std::make_unique<Fabric>(fabric_choice_);
-      link = &fabric->connect(fd.get());
+      try {
+        if (!fabric) fabric = std::make_unique<Fabric>(fabric_choice_);
+        link = &fabric->connect(fd.get());
+      } catch (const Error&) {
+        throw;
+      } catch (const std::exception& error) {  // of the standard library: no memory, or no further thread
+        throw Error(std::string("no memory or thread for an endpoint: ") + error.what());
+      }
       used_fabrics_.at(static_cast<size_t>(kind)).store(fabric.get(), std::memory_order_release);
     }
     stream.open(std::move(fd), link);
