@@ -4,6 +4,7 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -43,6 +44,12 @@ inline std::pair<sys::Fd, sys::Fd> tcp_pair() {
 // With at least four ranks per host, ranks synchronize in groups of two.
 inline constexpr Tuning kLevels{.levels_from = 4, .crowded_levels_from = 4, .group = 2};
 inline constexpr Tuning kNoLevels{.levels_from = Tuning::kNever};
+
+// The network between the hosts of all ranks. ALLRANKS_TEST_FABRIC=tcp runs any test over that provider of libfabric.
+inline FabricChoice fabric_of_tests() {
+  const char* provider = getenv("ALLRANKS_TEST_FABRIC");
+  return {.libraries = {"libfabric.so.1"}, .provider = provider == nullptr ? "" : provider, .sources = {"127.0.0.1"}};
+}
 
 struct Ranks {
   explicit Ranks(int n, Sizes sizes = {}, double timeout_s = 20, int64_t spin_ns = 0, const Tuning& tuning = kLevels,
@@ -93,7 +100,11 @@ struct Ranks {
       for (int p = 0; p < here; p++) segments.push_back(Shm::create_segment(p, here, sizes));
       maps.push_back(Shm::map(here, sizes, segments));
     }
-    Settings settings{.tuning = tuning, .timeout_s = timeout_s, .polling = {.spin_ns = spin_ns}, .eager = eager};
+    Settings settings{.tuning = tuning,
+                      .timeout_s = timeout_s,
+                      .polling = {.spin_ns = spin_ns},
+                      .eager = eager,
+                      .fabric = fabric_of_tests()};
     for (size_t i = 0; i < n; i++) {
       const int r = static_cast<int>(i);
       if (!places.empty()) settings.place = places[i];
