@@ -6,10 +6,12 @@ An unmodified torch.distributed script on rank 0 binds it.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from allranks._cluster.host import usable_cpus
 from allranks._cluster.network import MACHINE, fixed_machine
@@ -17,6 +19,9 @@ from allranks._elastic.slot_table import ELASTIC, START
 from allranks.launch.ranks.placement import CpuPlace
 
 __all__ = ["JobShare", "common_environ", "free_port", "place_environ", "threads_per_rank"]
+
+_LOWEST_PORT = 20_000  # most services of a host listen below it
+_TRIES = 8
 
 # Left over from a job that this job is started from. They would lead torch to that job's agent.
 _FOREIGN = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "ALLRANKS_CPUS", ELASTIC, START)
@@ -132,13 +137,26 @@ def place_environ(rank: int, local_rank: int, role_rank: int) -> dict[str, str]:
 
 def free_port(wanted: int = 0) -> int:
     """Return a TCP port that is free now on every address of this host: ``wanted``, if that is free."""
-    # Another process may take the port before rank 0 binds it; allranks itself does not use it.
+    # Another process may take the port before rank 0 binds it; allranks itself does not use it. The kernel assigns the
+    # ports of its local range to any connection of the host, so a port below is safer. 0: a port of that range.
+    below = [_LOWEST_PORT + secrets.randbelow(max(1, _first_local_port() - _LOWEST_PORT)) for _ in range(_TRIES)]
+    *choices, last = [*([wanted] if wanted else []), *below, 0]
+    for port in choices:
+        with contextlib.suppress(OSError):
+            return _bound(port)
+    return _bound(last)
+
+
+def _bound(port: int) -> int:
     with socket.socket() as probe:
-        try:
-            probe.bind(("", wanted))
-        except OSError:
-            if wanted == 0:
-                raise
-            return free_port()
-        port: int = probe.getsockname()[1]
-        return port
+        probe.bind(("", port))
+        found: int = probe.getsockname()[1]
+        return found
+
+
+def _first_local_port() -> int:
+    """Return the first port that the kernel assigns to connections."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        return 32768  # Linux's default
