@@ -24,7 +24,6 @@ from allranks._base.errors import (
 )
 from allranks._call import callsite
 from allranks._call.digests import digest, is_plain
-from allranks._call.types import ReduceOp
 from allranks._elastic.early_groups import early_groups_of
 from allranks._elastic.history import ChangeCounts
 from allranks._elastic.joining import OVER
@@ -378,9 +377,9 @@ class StateRecovery(StepValues):
         received: dict[str, Tensor] = {}
         # Before the transfer: the plans determine which values the ranks exchange below.
         self._share_plans(with_state[0])
-        if without_state and self._unsent_anywhere():
+        if without_state and (unsent := self._unsent_anywhere()):
             raise StateLostError(
-                f"State: {self._unsent or 'a tensor'} differs between ranks and was changed after the commit of a step,"
+                f"State: {unsent} differs between ranks and was changed after the commit of a step,"
                 " so no rank has the value of the lost rank. The first steps did not contain such a change.\n"
                 "  Restart the job from a checkpoint (automatic with allranks run --restarts)."
             )
@@ -418,11 +417,11 @@ class StateRecovery(StepValues):
             self._backups.commit(world, slots)
             self._inherited.clear()
 
-    def _unsent_anywhere(self) -> bool:
-        """Return whether any rank's own values have changed since it sent them. If so, the lost rank's have, too."""
-        found = torch.tensor(bool(self._unsent), dtype=torch.uint8, device="cpu")
-        self._world.all_reduce(found, ReduceOp.MAX)
-        return bool(found)
+    def _unsent_anywhere(self) -> str:
+        """Return a value that a rank has changed since it sent it, "" if none. The lost rank has changed it, too."""
+        names = [""] * self._world.size()
+        objects.all_gather_object(names, self._unsent, self._world)
+        return max(names)
 
     def _share_plans(self, source: int) -> None:
         """Distribute one rank's plans to all ranks, because a loss may have interrupted them at different moments."""
