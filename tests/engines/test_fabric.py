@@ -19,7 +19,7 @@ import allranks as dist
 from allranks import _core
 from allranks._engines.native import fabric
 from allranks.testing import run_ranks
-from allranks.tools.doctor.fabric import judge_fabric
+from allranks.tools.doctor.fabric import fabrics, judge_fabric
 from support.fabrics import FabricLog, needs_libfabric
 from support.mpi_jobs import python_with
 from support.prompt import PROMPT_S
@@ -293,5 +293,6 @@ def test_doctor_explains_why_no_fabric_is_used() -> None:
     )
     small = [fabric.Usable("verbs", ("rxe0",), 0.0, 0.0, "libfabric: fi_enable: Invalid argument")]
     assert "set FI_UNIVERSE_SIZE=64" in judge_fabric(small, fabric.FAST, [], -1)[2]
+    assert fabrics()[1].count("tcp (") == 1  # the provider for ordinary networks, which every host can use
     usable = [fabric.Usable("verbs", ("mlx5_0",), 2e-6, 1.1e10, "")]
     assert judge_fabric(usable, fabric.FAST, [], -1) == ("ok", "verbs (mlx5_0): 2.0 us, 11.0 GB/s", "")

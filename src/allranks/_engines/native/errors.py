@@ -113,7 +113,8 @@ class _Ranks(NamedTuple):
         if not 0 <= other < len(self.last_calls):
             return ""
         number, (last, *_) = self.last_calls[other]
-        return f"  rank {other} {f'last called {last} #{number}' if number else 'had not called any collective'}."
+        known = f"last called {last} #{number}" if number else "had not called any collective that this rank knows of"
+        return f"  rank {other} {known}."
 
     def behind(self) -> list[int]:
         """Return the ranks that have begun fewer collectives than this one."""

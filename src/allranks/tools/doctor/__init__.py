@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int | Program:
         *software.CHECKS,
         *limits.CHECKS,
         *network.CHECKS,
-        *fabric.CHECKS,
+        *((fabric.fabrics,) if wanted.fabric else fabric.CHECKS),
         *job.CHECKS,
     )  # in the order of the report
     # if the ranks have not met, each rank continues here, but only one writes the file

@@ -15,25 +15,34 @@ from allranks.tools.doctor.check import Finding, fail, ok, warn
 if TYPE_CHECKING:
     from allranks._engines.native.fabric import Usable
 
-__all__ = ["CHECKS", "judge_fabric"]
+__all__ = ["CHECKS", "fabrics", "judge_fabric"]
 
 _LOCKED = 64 << 20  # bytes of locked memory that groups of some ten hosts need
 _NODES = ("/dev/infiniband/uverbs*", "/dev/hfi1_*", "/dev/cxi*")
 
 
-def fabric() -> Finding:
-    """Test the providers of libfabric, if this host has a device of a fast one or ALLRANKS_FABRIC names one."""
+def fabrics() -> Finding:
+    """Test every provider of libfabric: ``--fabric``."""
+    return fabric(every=True)
+
+
+def fabric(every: bool = False) -> Finding:
+    """Test the providers of libfabric, if this host has a device of a fast one or ALLRANKS_FABRIC names one.
+
+    Args:
+        every: Test all of them in any case.
+    """
     from allranks._engines.native import fabric
 
     try:
         wanted = fabric.wanted(os.environ)
     except ConfigError as error:
         return fail(str(error), f"Unset {fabric.FABRIC}, or set one of these values.")
-    if wanted == "off":
+    if wanted == "off" and not every:
         return ok(f"{fabric.FABRIC}=off: TCP connects the hosts")
-    if wanted == "auto" and not fabric.has_devices():
+    if wanted == "auto" and not every and not fabric.has_devices():
         return ok("no InfiniBand, RoCE, EFA, Omni-Path or Slingshot device: TCP connects the hosts")
-    names = fabric.NAMES if wanted == "auto" else (wanted,)
+    names = fabric.NAMES if every or wanted == "auto" else (wanted,)
     results = fabric.probe(names, published_addresses() or ("127.0.0.1",))
     denied = [node for pattern in _NODES for node in glob.glob(pattern) if not os.access(node, os.R_OK | os.W_OK)]
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -23,6 +23,7 @@ class DoctorOptions:
         plot: The file for the picture of the pairs.
         timeout_s: How long ranks wait for each other, in seconds.
         nbytes: Size of the messages that measure bandwidth.
+        fabric: Test every provider of libfabric, also without a device of a fast network.
     """
 
     nproc: int | None = None
@@ -30,6 +31,7 @@ class DoctorOptions:
     plot: Path | None = None
     timeout_s: float = 30.0
     nbytes: int = 16 << 20
+    fabric: bool = False
 
 
 def parse(argv: Sequence[str]) -> DoctorOptions:
@@ -44,7 +46,7 @@ def parse(argv: Sequence[str]) -> DoctorOptions:
         parser.error(f"--megabytes must be at least 1, not {given.megabytes}")
     if why := output_problem(given.json, given.plot):
         parser.error(why)
-    return DoctorOptions(given.nproc, given.json, given.plot, given.timeout, given.megabytes << 20)
+    return DoctorOptions(given.nproc, given.json, given.plot, given.timeout, given.megabytes << 20, given.fabric)
 
 
 def without_nproc(argv: Sequence[str]) -> list[str]:
@@ -64,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         examples=(
             ("allranks doctor", "this host: memory, limits, torch, engines"),
             ("allranks doctor -n 4", "this host, four ranks on it, and each pair of them"),
+            ("allranks doctor --fabric", "also every provider of libfabric, with latency and bandwidth"),
             ("allranks run -H node0,node1 -- allranks doctor", "two hosts, and the network between them"),
         ),
         allow_abbrev=False,
@@ -87,4 +90,5 @@ def _parser() -> argparse.ArgumentParser:
         metavar="M",
         help="size in MiB of the messages that measure bandwidth (default 16)",
     )
+    add("--fabric", action="store_true", help="test every provider of libfabric, also without a fast network")
     return parser

@@ -55,7 +55,7 @@ _allranks_options() {  # into $words
     'checkpoint diff') words='-h --help --rank --json' ;;
     'checkpoint export') words='-h --help --force --step --rank --json' ;;
     'checkpoint merge') words='-h --help --into --step --json' ;;
-    'doctor') words='-h --help -n --nproc --json --plot --timeout --megabytes' ;;
+    'doctor') words='-h --help -n --nproc --json --plot --timeout --megabytes --fabric' ;;
     'completion') words='-h --help' ;;
     *) words='' ;;
   esac

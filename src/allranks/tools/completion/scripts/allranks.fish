@@ -302,5 +302,6 @@ complete -c allranks -n '__allranks_is doctor' -l json -F -d 'write the report a
 complete -c allranks -n '__allranks_is doctor' -l plot -r -F -d 'plot latency and bandwidth of all pairs (requires matplotlib)'
 complete -c allranks -n '__allranks_is doctor' -l timeout -r -f -d 'seconds that ranks wait for each other (default 30)'
 complete -c allranks -n '__allranks_is doctor' -l megabytes -r -f -d 'size in MiB of the messages that measure bandwidth (default 16)'
+complete -c allranks -n '__allranks_is doctor' -l fabric -d 'test every provider of libfabric, also without a fast network'
 complete -c allranks -n '__allranks_is completion' -s h -l help -d 'show this help message and exit'
 complete -c allranks -n '__allranks_is completion' -f -a 'bash zsh fish'

@@ -435,7 +435,8 @@ _allranks_doctor() {
     '--json=[write the report as JSON, by default to stdout]::FILE:_files' \
     '--plot=[plot latency and bandwidth of all pairs (requires matplotlib)]:FILE:_files' \
     '--timeout=[seconds that ranks wait for each other (default 30)]:S: ' \
-    '--megabytes=[size in MiB of the messages that measure bandwidth (default 16)]:M: '
+    '--megabytes=[size in MiB of the messages that measure bandwidth (default 16)]:M: ' \
+    '--fabric[test every provider of libfabric, also without a fast network]'
 }
 
 _allranks_completion() {
