@@ -138,16 +138,16 @@ def place_environ(rank: int, local_rank: int, role_rank: int) -> dict[str, str]:
 def free_port(wanted: int = 0) -> int:
     """Return a TCP port that is free now on every address of this host: ``wanted``, if that is free."""
     # Another process may take the port before rank 0 binds it; allranks itself does not use it. The kernel assigns the
-    # ports of its local range to any connection of the host, so a port below is safer. 0: a port of that range.
+    # ports of its local range to any connection of the host, so a port below that range is safer.
     below = [_LOWEST_PORT + secrets.randbelow(max(1, _first_local_port() - _LOWEST_PORT)) for _ in range(_TRIES)]
-    *choices, last = [*([wanted] if wanted else []), *below, 0]
-    for port in choices:
+    for port in [*([wanted] if wanted else []), *below]:
         with contextlib.suppress(OSError):
             return _bound(port)
-    return _bound(last)
+    return _bound(0)
 
 
 def _bound(port: int) -> int:
+    """Bind the port, release it and return it. 0: the kernel chooses it."""
     with socket.socket() as probe:
         probe.bind(("", port))
         found: int = probe.getsockname()[1]
