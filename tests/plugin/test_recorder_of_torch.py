@@ -60,7 +60,7 @@ def test_dump_of_flight_recorder_contains_completed_and_pending_calls() -> None:
 
 
 PROGRAM = """
-import json, os, pickle, sys
+import json, os, pickle, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 
@@ -77,6 +77,11 @@ dist.barrier()
 def calls(trace):
     return [(*e["process_group"], e["collective_seq_id"], e["profiling_name"], list(e["input_sizes"]), e["retired"])
             for e in trace["entries"]]
+def all_retired():
+    return all(entry["retired"] for entry in json.loads(C._dump_fr_trace_json())["entries"])
+deadline = time.monotonic() + 60
+while not all_retired() and time.monotonic() < deadline:  # gloo retires a call in another thread, after it returned
+    time.sleep(0.01)
 found = calls(json.loads(C._dump_fr_trace_json()))
 assert calls(pickle.loads(C._dump_fr_trace(includeStackTraces=False))) == found
 assert calls(pickle.loads(C._dump_fr_trace(True, False, False, "gloo"))) == found
