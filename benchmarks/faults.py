@@ -49,6 +49,7 @@ from typing import TYPE_CHECKING, Any
 
 from faults_training import (
     ROUNDING,
+    STEP_S,
     StepDone,
     Unlawful,
     expected,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from support.sshd import Ssh
 
 ROOT = Path(__file__).parents[1]
+PROGRAM = str(Path(__file__).absolute())
 SPARES = 1
 PATIENCE_S = 120.0  # without a step or a fault: the job hangs
 # until all ranks train again before the next fault; later, some ranks are left out because no host is free
@@ -95,12 +97,16 @@ class Kind:
         faults: planned faults of each job.
         sharded: FSDP2 shards the model.
         checkpoints: the jobs write checkpoints, and all ranks are killed, too.
+        step_s: seconds that each step sleeps.
+        disk: folder of the checkpoints, on a disk that may be full.
     """
 
     epochs: int
     faults: int
     sharded: bool = False
     checkpoints: bool = False
+    step_s: float = STEP_S
+    disk: Path | None = None
 
     @property
     def ranks(self) -> int:
@@ -171,8 +177,9 @@ class Job:
         where = ["-n", str(kind.ranks)] if ssh is None else ["-H", "node0:1,node1:1,node2:1,node3:1", "--spares", "1"]
         words = [sys.executable, "-m", "allranks", "run", *where]
         words += ["--elastic", "1", "--respawns", "1000", "--restarts", "50" if kind.checkpoints else "3"]
-        words += [__file__, "--train", str(self.folder), "--epochs", str(kind.epochs)]
+        words += [PROGRAM, "--train", str(self.folder), "--epochs", str(kind.epochs)]
         words += ["--sharded"] * kind.sharded + ["--checkpoints"] * kind.checkpoints
+        words += ["--step-s", str(kind.step_s)] + ([] if kind.disk is None else ["--disk", str(kind.disk)])
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             words if ssh is None else ssh.hosts.hosts[0].inside(*words),
@@ -271,7 +278,7 @@ class Job:
             if "allranks.launch" in _command(parent) and _signal(parent, signal.SIGKILL):
                 self._count("host lost", [parent, pid], [rank])
 
-    def unplug(self, rank: str, seconds: float) -> None:
+    def unplug(self, rank: str, seconds: float, kind: str = "host unplugged") -> None:
         """Disconnect the host of a rank for some seconds."""
         pid = self.away().get(rank)
         if pid is not None and self.cluster is not None:
@@ -281,7 +288,7 @@ class Job:
             hit = not self.is_over
             self.cluster.plug(host)
             if hit:
-                self._count("host unplugged", [], [rank], killed=0)
+                self._count(kind, [], [rank], killed=0)
 
     def _count(self, kind: str, pids: Sequence[int], ranks: Sequence[str], killed: int | None = None) -> None:
         """Count a fault that has hit, after these processes have exited and so have written their last step."""
@@ -683,9 +690,11 @@ def main() -> None:
         "--json", type=Path, help="write the results to this file after each job; jobs in it are not run again"
     )
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--step-s", type=float, default=STEP_S, help=argparse.SUPPRESS)
+    parser.add_argument("--disk", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
-        train(options.train, options.epochs, options.checkpoints, options.sharded)
+        train(options.train, options.epochs, options.checkpoints, options.sharded, options.step_s, options.disk)
     else:
         judge(options)
 

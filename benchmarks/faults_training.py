@@ -77,8 +77,19 @@ def value_of(net: nn.Module) -> float:
         return float(flat @ torch.linspace(0.5, 1.5, len(flat), dtype=torch.float64))
 
 
-def train(folder: Path, epochs: int, checkpoints: bool, sharded: bool) -> None:
-    """Entry point of the ranks."""
+def train(
+    folder: Path, epochs: int, checkpoints: bool, sharded: bool, step_s: float = STEP_S, disk: Path | None = None
+) -> None:
+    """Entry point of the ranks.
+
+    Args:
+        folder: folder of the records of all processes.
+        epochs: epochs of the training.
+        checkpoints: also write checkpoints.
+        sharded: FSDP2 shards the model.
+        step_s: seconds that a step sleeps.
+        disk: folder of the checkpoints, on a disk that may be full; None: a folder in ``folder``.
+    """
     from torch.utils.data import DataLoader, TensorDataset
 
     import allranks as dist
@@ -94,7 +105,8 @@ def train(folder: Path, epochs: int, checkpoints: bool, sharded: bool) -> None:
     data = TensorDataset(*samples())
     sampler = dist.data.DistributedSampler(data, drop_last=True)  # type: ignore[arg-type]
     loader = DataLoader(data, batch_size=_BATCH, sampler=sampler, drop_last=True)
-    kept = dist.resilience.Checkpoints(folder / "kept", every=EVERY) if checkpoints else None
+    on_error = "raise" if disk is None else "warn"
+    kept = dist.resilience.Checkpoints(disk or folder / "kept", EVERY, on_error=on_error) if checkpoints else None
     torch.manual_seed(_SEED)
     state = dist.resilience.State(model=model, optimizer=optimizer, checkpoints=kept)
     # Line buffering: each line is written completely or not at all.
@@ -107,15 +119,15 @@ def train(folder: Path, epochs: int, checkpoints: bool, sharded: bool) -> None:
                     images, labels = step.batch
                     optimizer.zero_grad()
                     loss = F.cross_entropy(model(images), labels)
-                    _sleep(step.index % 3 == 0)
+                    time.sleep(step_s if step.index % 3 == 0 else 0)
                     loss.backward()
                     if step.index == 20 and epoch % 4 == 0:
                         big = torch.ones(BIG)
                         dist.all_reduce(big)
                         off = float((big - size).abs().max())
-                    _sleep(step.index % 3 == 1)
+                    time.sleep(step_s if step.index % 3 == 1 else 0)
                     optimizer.step()
-                    _sleep(step.index % 3 == 2)
+                    time.sleep(step_s if step.index % 3 == 2 else 0)
                 if step.committed:
                     value = (value_of(net) + off).hex()
                     done = state.steps_done + 1
@@ -124,11 +136,6 @@ def train(folder: Path, epochs: int, checkpoints: bool, sharded: bool) -> None:
     weights = b"".join(parameter.detach().numpy().tobytes() for parameter in whole)
     found = {"weights": hashlib.sha256(weights).hexdigest()[:16], "lost": state.lost}
     (folder / f"end-{os.environ['RANK']}").write_text(json.dumps(found))
-
-
-def _sleep(here: bool) -> None:
-    if here:
-        time.sleep(STEP_S)
 
 
 def _shard(net: nn.Sequential) -> nn.Module:

@@ -231,6 +231,33 @@ def test_failure_of_a_rank_that_joined_later_is_reported(job: Jobs) -> None:
     assert "the other ranks continue" in done.err
 
 
+RESTARTED = """
+import socket
+again = os.environ["TORCHELASTIC_RESTART_COUNT"]
+say("round", again, socket.gethostname())
+if again == "0":
+    wait_for(1, *AFTER)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_job_restarts_after_the_loss_of_a_host(job: Jobs, spare: bool) -> None:
+    """A spare host, or the lost host after its return, runs the ranks of the lost host in the next round."""
+    script = job.write(SLOT_WATCH + f"AFTER = {(1, 'running') if spare else (0, 'gone')}\n" + RESTARTED)
+    hosts = ["-H", "node0:1,node1:1,node2:1", "--spares", "1"] if spare else ["-H", "node0:1,node1:1"]
+    words = [*hosts, "--elastic", "1", "--restarts", "1", "--respawns", "0", script]
+    process = job.start(0, *words)
+    read_until(process, 2)
+    for pid in job.on(1, "agents.serve"):
+        os.kill(pid, signal.SIGKILL)
+    done = finish(process)
+    assert done.code == 0, done.err
+    assert "[node0:0] round 1 node0" in done.lines
+    assert any(re.fullmatch(r"\[node[12]:1\] round 1 node[12]", line) for line in done.lines), done.lines
+    assert "restarting on node0, node" in done.err
+
+
 def test_loss_of_a_spare_host_is_reported(job: Jobs) -> None:
     body = """
 say("up")

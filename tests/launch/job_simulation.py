@@ -982,6 +982,7 @@ class Job:
         count = 1 if self.local else rng.randrange(1, 5)
         self.least = rng.randrange(1, count + 1)
         self.elastic = self.least < count
+        self.replaces = not self.local and rng.random() < 0.3
         self.restarts = rng.choice([0, 0, 1, 2])
         self.hosts = count
         self.rounds: list[SimulatedRound] = []
@@ -992,7 +993,7 @@ class Job:
             self.events.append(line % arguments)
 
     def run(self) -> None:
-        rules = job_policy.JobRules(self.restarts, self.least, self.elastic)
+        rules = job_policy.JobRules(self.restarts, self.least, self.elastic, self.replaces)
         state = job_policy.JobState(rules)
         event: job_policy.Event = job_policy.JobStarted()
         now, free, paid = 0.0, 0, 0
@@ -1017,18 +1018,20 @@ class Job:
                     failed, joined = simulated.state.failed, simulated.state.joined
                     if joined or (failed and known and self.elastic):
                         free += 1
-                    elif failed and (self.elastic or not known):
+                    elif failed and (self.elastic or self.replaces or not known):
                         paid += 1
                     event = job_policy.RoundEnded(simulated.code, failed, joined, known)
                 case job_policy.CountHosts():
-                    self.hosts += self.rng.choice([0, 0, 1]) if self.elastic else 0
-                    event = job_policy.HostsCounted(self.hosts, self.elastic and self.rng.random() < 0.7)
+                    may_return = self.elastic or self.replaces
+                    self.hosts += self.rng.choice([0, 0, 1]) if may_return else 0
+                    event = job_policy.HostsCounted(self.hosts, may_return and self.rng.random() < 0.7)
                 case job_policy.AwaitHosts(count):
                     if count >= self.least:
                         raise Wrong("the job waits for hosts that are available")
-                    self.hosts = self.least
-                    come = self.rng.random() < 0.5
-                    event = job_policy.HostsCounted(self.least) if come else job_policy.HostsMissing()
+                    event = job_policy.HostsMissing()
+                    if self.rng.random() < 0.5:
+                        self.hosts = self.least
+                        event = job_policy.HostsCounted(self.least)
                 case job_policy.EndJob(code):
                     self.check_job(code)
                     if job_policy.step(state, job_policy.JobStarted()) is not None:
@@ -1044,8 +1047,8 @@ class Job:
         if code != last.code:
             raise Wrong(f"the exit code of the job is {code}, that of the last round {last.code}")
         failed = [each for each in self.rounds if each.state.failed]
-        hosts_left = self.hosts >= self.least
-        if last in failed and hosts_left and not self.elastic and len(failed) <= self.restarts and self.local:
+        may_restart = self.hosts >= self.least and len(failed) <= self.restarts
+        if last in failed and may_restart and not self.elastic and (self.local or self.replaces):
             raise Wrong(f"{len(failed)} rounds failed, {self.restarts} restarts are allowed, but the job ends")
 
     def new_round(self, hosts: list[Host], began: float) -> SimulatedRound:

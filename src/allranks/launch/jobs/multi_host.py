@@ -300,7 +300,10 @@ class MultiHostJob:
 
     @property
     def rules(self) -> policy.JobRules:
-        return policy.JobRules(self.options.restarts, self.least, self.elastic)
+        replaces = self.options.elastic is not None
+        # Without a range of hosts, ``least`` includes the spare hosts.
+        least = self.least - self.options.spares if replaces and not self.elastic else self.least
+        return policy.JobRules(self.options.restarts, least, self.elastic, replaces)
 
     def start_agents(self, command: RemoteCommand, hosts: Sequence[Slots]) -> None:
         """Start agents on these hosts."""
@@ -518,13 +521,13 @@ class MultiHostJob:
 
     def _await_hosts(self, count: int) -> policy.Event:
         """Wait for hosts to join, or to return, if too few are left."""
-        pool = self.pool
-        self.options.reporter.report(f"{count} of at least {self.least} hosts are left; waiting for other hosts")
+        pool, least = self.pool, self.rules.least
+        self.options.reporter.report(f"{count} of at least {least} hosts are left; waiting for other hosts")
 
         def enough() -> bool:
             pool.retry_lost()
             self.admit_callers()
-            return len(pool.hosts) >= self.least
+            return len(pool.hosts) >= least
 
         try:
             pool.gather(time.monotonic() + self.options.join_timeout_s, enough)
@@ -636,7 +639,7 @@ class MultiHostJob:
                 server.close()
         lost = [host for host in pool if host.why]
         for host in lost:
-            pool.drop(host, try_again=self.elastic)
+            pool.drop(host, try_again=self.elastic or options.elastic is not None)
         return policy.RoundEnded(code, loop.failed, loop.joined, len(lost))
 
     def _elastic_rules(self, counts: Sequence[int]) -> ElasticRules | None:

@@ -33,11 +33,14 @@ class JobRules:
         restarts: how often a failed round is followed by another one.
         least: the number of hosts that a round requires.
         elastic: hosts may be lost, and may join, as long as ``least`` hosts are left.
+        replaces: a restart may follow the loss of hosts, because spare hosts, or the lost hosts if they return, run
+            their ranks.
     """
 
     restarts: int = 0
     least: int = 1
     elastic: bool = False
+    replaces: bool = False
 
     def may_go_on_without(self, gone: int, hosts: int) -> bool:
         """Return whether a round may start although some hosts are lost or unable."""
@@ -157,8 +160,8 @@ def _goes_on(state: JobState, event: RoundEnded) -> bool:
     rules = state.rules
     if event.failed and event.hosts_lost and rules.elastic:
         return True  # a lost host uses up no restart
-    # Without elasticity nothing replaces a lost host, so a restart would lack its ranks.
-    if event.failed and state.left > 0 and (not event.hosts_lost or rules.elastic):
+    # If nothing replaces a lost host, a restart would lack its ranks.
+    if event.failed and state.left > 0 and (not event.hosts_lost or rules.elastic or rules.replaces):
         state.left -= 1
         return True
     # A round that was stopped for a new host uses up no restart.
