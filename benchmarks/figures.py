@@ -311,7 +311,7 @@ def readme_lines():
         f"{lost['peer_value']:.2f} s ({lost['peer']}) | |"
     )
     yield ""
-    yield "Medians. [All figures](docs/performance.md) says how they were measured. To measure this machine:"
+    yield "Medians. [All figures](docs/performance.md) describes how they were measured. To measure this machine:"
     yield "`allranks bench all -n 2 --against gloo`. " + measured("verbs_2", "launch", "resilience")
 
 
@@ -479,7 +479,7 @@ def hang_lines():
     correct = sum(row["correct"] for row in results)
     late = sum(row["after_s"] is None or row["after_s"] > 11 for row in results)
     yield ""
-    yield f"{correct} of {len(results)} reports name the rank and the line; {len(results) - late} come within 11 s."
+    yield f"{correct} of {len(results)} reports name the rank and the line; {len(results) - late} are made within 11 s."
     healthy = load("healthy")
     yield ""
     yield (

@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from allranks._trace.kernel import kernel_wait, process_state
 from allranks._trace.stacks import Frame, place
 from allranks._watch.threads import Place, expression, places
+from allranks._watch.watcher import native_stacks
 
 pytestmark = pytest.mark.quick
 
@@ -99,3 +101,11 @@ def test_process_that_does_not_exist_is_gone() -> None:
     missing = 2**22 + 1  # above the highest pid of Linux
     assert process_state(missing) == "gone"
     assert kernel_wait(missing).describe() == ""
+
+
+def test_py_spy_is_called_for_native_stacks_if_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert native_stacks(17) == ""
+    (tmp_path / "py-spy").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "py-spy").chmod(0o755)
+    assert native_stacks(17) == "dump --native --pid 17\n"
