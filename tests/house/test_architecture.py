@@ -1,5 +1,6 @@
-"""docs/architecture.md and CONTRIBUTING.md name existing layers, files and definitions; the diagram is current."""
+"""The contributor pages name existing layers, files and definitions; the diagram is current; class names are unique."""
 
+import ast
 import re
 import runpy
 import subprocess
@@ -48,6 +49,16 @@ def test_each_reference_names_an_existing_definition(page: str, file: str, name:
         cpp = rf"\b{part}(?:::\w+)*\(|^(?:class|struct) {part}\b|\b{part}::"
         pattern = python if file.endswith(".py") else cpp
         assert re.search(pattern, text, re.MULTILINE), f"{page}: {file} does not define {part}"
+
+
+def test_each_class_name_has_one_meaning() -> None:
+    # A search for the name of a class finds one definition.
+    places: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])

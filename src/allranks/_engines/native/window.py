@@ -255,7 +255,7 @@ class NativeWindow:
         finally:
             self._waits[rank].release()
 
-    def _connection(self, rank: int) -> _Connection:
+    def _connection(self, rank: int) -> _WindowConnection:
         """Return the connection with a rank of another host, for one request."""
         assert self._connections is not None
         connection = self._connections.to(rank)
@@ -338,7 +338,7 @@ class WindowConnections:
         self.timeout_s = 0.0
         self._ask = ask
         self.changed = threading.Condition()
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, _WindowConnection] = {}
         self._troubles: dict[int, str] = {}
         self._served: dict[int, _Served] = {}
 
@@ -358,7 +358,7 @@ class WindowConnections:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(False)
         with self.changed:
-            self._connections[peer] = _Connection(self, peer, connection)
+            self._connections[peer] = _WindowConnection(self, peer, connection)
             self.changed.notify_all()
 
     def give_up(self, peer: int, why: str) -> None:
@@ -367,7 +367,7 @@ class WindowConnections:
             self._troubles[peer] = why
             self.changed.notify_all()
 
-    def to(self, peer: int) -> _Connection:
+    def to(self, peer: int) -> _WindowConnection:
         """Return the connection with a rank. Create it if there is none."""
         with self.changed:
             if peer not in self._connections:
@@ -443,7 +443,7 @@ class _Fetch(NamedTuple):
     done: threading.Event
 
 
-class _Connection:
+class _WindowConnection:
     """The connection of the windows of a group with one rank of another host.
 
     Attributes:
