@@ -61,7 +61,8 @@ from allranks._engines.native.connect import (
 )
 from allranks._engines.native.errors import explain
 from allranks._engines.native.tuning import read_topology, read_tuning
-from allranks._engines.native.window import Allocation, NativeWindow, map_memory
+from allranks._engines.native.window import NativeWindow
+from allranks._engines.native.window_memory import Allocation, map_memory
 from allranks._engines.operands import Operands, OperandsWork
 from allranks._engines.spec import Exchange
 
