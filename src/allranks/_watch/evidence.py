@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,6 +30,20 @@ _RECENT = 64  # ended calls in a report, so that ranks that are out of step can 
 _CREATIONS = 64  # groups whose creation is reported
 
 
+class _Creation(NamedTuple):
+    """The creation of a group by this rank.
+
+    Attributes:
+        ranks: The members, as world ranks.
+        began: When it began, in seconds of ``time.monotonic``.
+        thread: The thread that creates the group. 0 after the creation.
+    """
+
+    ranks: tuple[int, ...]
+    began: float
+    thread: int
+
+
 class Evidence:
     """The state of a rank whose groups are torch's.
 
@@ -42,13 +56,15 @@ class Evidence:
         self._rank = rank
         self._world = tuple(range(world_size))
         self._torch_distributed = os.path.dirname(sys.modules["torch.distributed"].__file__ or "?") + os.sep
-        self._creations: dict[str, tuple[tuple[int, ...], float, int]] = {}
+        self._creations: dict[str, _Creation] = {}
+        # What `longest_wait_s` has last observed, and since when it has not changed: the counters of each group, and
+        # the position of each thread.
         self._since: dict[str, tuple[object, float]] = {}
         self._positions: dict[int, tuple[tuple[int, int], float]] = {}
 
     def begin_creation(self, name: str, ranks: Sequence[int], thread: int) -> None:
         """Record that this rank creates a group, which may wait for the other ranks."""
-        self._creations[name] = (tuple(ranks) or self._world, time.monotonic(), thread)
+        self._creations[name] = _Creation(tuple(ranks) or self._world, time.monotonic(), thread)
         # No rank waits for a creation so long ago: the members of a group create it together.
         if len(self._creations) > _CREATIONS:
             self._creations.pop(next(iter(self._creations)))
@@ -56,13 +72,12 @@ class Evidence:
     def end_creation(self, name: str) -> None:
         """Record that the group has been created."""
         if name in self._creations:
-            ranks, began, _ = self._creations[name]
-            self._creations[name] = (ranks, began, 0)
+            self._creations[name] = self._creations[name]._replace(thread=0)
 
     def longest_wait_s(self) -> float:
         """Return the seconds that this rank may have waited. Cheap: call it about once per second.
 
-        Returns 0 if no call is in progress. A thread may have begun a call and be elsewhere; `answer` excludes that.
+        Returns 0 if no call is in progress. A thread may have begun a call and be elsewhere; `inspect` excludes that.
         """
         now = time.monotonic()
         status = _status()
@@ -71,7 +86,7 @@ class Evidence:
             for name, value in status.items()
         }
         waits = [now - since for _, since in self._since.values()]
-        waits += [now - began for _, began, thread in self._creations.values() if thread]
+        waits += [now - each.began for each in self._creations.values() if each.thread]
         waits += self._still_threads(now)
         return max(waits, default=0.0)
 
@@ -85,10 +100,6 @@ class Evidence:
                 known = before.get(ident)
                 self._positions[ident] = known if known is not None and known[0] == position else (position, now)
         return [now - since for _, since in self._positions.values()]
-
-    def answer(self, collecting: bool = False) -> RankAnswer:
-        """Return the state of this rank."""
-        return self.inspect(collecting)[0]
 
     def inspect(self, collecting: bool = False) -> tuple[RankAnswer, CallState | None]:
         """Return the state of this rank, and the call of torch in which it waits; None if it waits in none.
@@ -139,15 +150,15 @@ class Evidence:
         return RankAnswer(state, arrivals=arrivals_of(calls, wall_ns, now))
 
     def _creation_groups(self) -> list[GroupState]:
-        return [GroupState(CREATION + name, ranks, "", 1, True) for name, (ranks, _, _) in self._creations.items()]
+        return [GroupState(CREATION + name, each.ranks, "", 1, True) for name, each in self._creations.items()]
 
     def _creation_calls(self, found: Sequence[ThreadPlace], now: float) -> list[CallState]:
         calls = []
-        for name, (ranks, began, thread) in self._creations.items():
-            place = next((each for each in found if each.thread == thread), None)
-            if place is not None and thread:
+        for name, creation in self._creations.items():
+            place = next((each for each in found if each.thread == creation.thread), None)
+            if place is not None and creation.thread:
                 title = place.api or "init_process_group"
-                calls.append(_call(title, CREATION + name, ranks, 1, place.site, began, now))
+                calls.append(_call(title, CREATION + name, creation.ranks, 1, place.site, creation.began, now))
         return calls
 
     def _messages(
