@@ -16,8 +16,9 @@ from torch import Tensor
 
 from allranks import _core
 from allranks._base.errors import PeerLostError, TimeoutError
+from allranks._engines.native.shared_memory import SharedMemory
 from allranks._engines.native.window_connections import RequestKind, WindowConnection, WindowConnections
-from allranks._engines.native.window_memory import Allocation, allocate, allocation_of, bytes_of
+from allranks._engines.native.window_memory import allocate, allocation_of, bytes_of
 
 __all__ = ["NativeWindow"]
 
@@ -43,12 +44,6 @@ class WindowGroup(Protocol):
     group_name: str
     timeout_s: float
 
-    def exchange_memory(
-        self, call: str, memory: Allocation | None, record: bytes, refused: str
-    ) -> list[tuple[bytes, Tensor | None]]:
-        """Map the memory of every rank of this host. See ``NativeEngine``."""
-        ...
-
     def check_open(self) -> None:
         """Raise if the group is closed."""
         ...
@@ -65,16 +60,23 @@ class NativeWindow:
         number: The number of the window in its group.
     """
 
-    def __init__(self, engine: WindowGroup, ranks: int, connections: WindowConnections | None, number: int) -> None:
+    def __init__(
+        self,
+        engine: WindowGroup,
+        memory: SharedMemory,
+        ranks: int,
+        connections: WindowConnections | None,
+        number: int,
+    ) -> None:
         """Create a window. Collective."""
-        self._engine = engine
+        self._engine, self._memory = engine, memory
         self._rank, self._ranks = engine.rank, ranks
         self._connections = connections
         self.number = number
         self._regions: list[Region] = []
         nbytes = self._ranks * _core.SIGNAL_BYTES
         counters = allocate(nbytes)
-        made = engine.exchange_memory("new_window", allocation_of(counters), b"", "")
+        made = memory.exchange("new_window", allocation_of(counters), b"", "")
         # Kept: the counters exist as long as these tensors.
         self._counters = [None if view is None else view for _, view in made]
         self._counters[self._rank] = counters
@@ -85,7 +87,7 @@ class NativeWindow:
 
     def register(self, tensor: Tensor | None, about: bytes, refused: str) -> list[bytes]:
         if tensor is None:  # raises on every rank, and leaves an existing registration unchanged
-            self._engine.exchange_memory("tensor_register", None, struct.pack("!QQ", 0, 0) + about, refused)
+            self._memory.exchange("tensor_register", None, struct.pack("!QQ", 0, 0) + about, refused)
             raise AssertionError(refused)
         allocation = allocation_of(tensor)
         start, size = tensor.storage_offset() * tensor.element_size(), tensor.nbytes
@@ -96,7 +98,7 @@ class NativeWindow:
             self._connections.add(self.number, mine, self._ranks, self._count)
         self._sent = [0] * self._ranks
         try:
-            made = self._engine.exchange_memory(
+            made = self._memory.exchange(
                 "tensor_register", allocation if size else None, struct.pack("!QQ", start, size) + about, refused
             )
         except BaseException:
@@ -112,7 +114,7 @@ class NativeWindow:
 
     def deregister(self) -> None:
         sent = struct.pack(f"!{self._ranks}Q", *self._sent)
-        made = self._engine.exchange_memory("tensor_deregister", None, sent, "")
+        made = self._memory.exchange("tensor_deregister", None, sent, "")
         if self._connections is not None:
             # Requests that another rank has sent before this call may still arrive.
             expected = [struct.unpack_from("!Q", record, 8 * self._rank)[0] for record, _ in made]
