@@ -20,9 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import platform
 import shutil
-import socket
 import statistics
 import tempfile
 import time
@@ -40,7 +38,7 @@ from spent import spent_s
 import allranks
 from allranks import checkpoint
 from allranks._call.bytes import view_of
-from allranks._cluster.host import cores, processor, usable_cpus
+from allranks._cluster.host import cores
 from allranks.testing import run_ranks
 from allranks.tools.bench import text
 from allranks.tools.bench.plot import drawing
@@ -68,15 +66,7 @@ _PEERS = {"stall": "save_async", "DCP save": "DCP", "DCP stall": "DCP in the bac
 def main(options: argparse.Namespace) -> int:
     """Measure, print and write the results."""
     report = GoalReport(
-        cpus=usable_cpus(),
-        host=socket.gethostname(),
-        processor=processor(),
         budget_s=options.budget,
-        versions={
-            "allranks": allranks.__version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
     )
     medians: dict[int, dict[str, float]] = {}
     window, own_s, cpus = MeasurementWindow(), spent_s(), cores(os.sched_getaffinity(0))

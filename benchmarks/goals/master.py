@@ -27,8 +27,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import platform
-import socket
 import statistics
 import tempfile
 import time
@@ -44,7 +42,6 @@ from rpc import RpcPeer
 from torch.nn import functional
 
 import allranks
-from allranks._cluster.host import processor, usable_cpus
 from allranks.remote.master.master import Master
 from allranks.tools.bench.text import human
 from allranks.tools.progress import TerminalProgress
@@ -69,15 +66,7 @@ def main(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     report = MasterReport(
         workers=options.nproc,
-        cpus=usable_cpus(),
-        host=socket.gethostname(),
-        processor=processor(),
         budget_s=options.budget,
-        versions={
-            "allranks": allranks.__version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
     )
     with TerminalProgress("benchmarks/goals") as progress, contextlib.closing(RpcPeer()) as peer:
         progress.put(results.head(report, "master-worker mode"))

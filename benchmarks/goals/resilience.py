@@ -26,9 +26,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import os
-import platform
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -45,7 +43,7 @@ from spent import spent_s
 from torch import nn
 
 import allranks
-from allranks._cluster.host import cores, processor, usable_cpus
+from allranks._cluster.host import cores
 from allranks._elastic.training import handover
 from allranks.resilience import State
 from allranks.testing import run_ranks
@@ -69,15 +67,7 @@ def main(options: argparse.Namespace) -> int:
     """Measure, print and write the results."""
     deaths = max(1, round(_DEATHS * options.budget))
     report = GoalReport(
-        cpus=usable_cpus(),
-        host=socket.gethostname(),
-        processor=processor(),
         budget_s=options.budget,
-        versions={
-            "allranks": allranks.__version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
     )
     peer = None
     if importlib.util.find_spec(_TORCHFT) is None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import platform
+import socket
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import torch
+
+import allranks
+from allranks._cluster.host import processor, usable_cpus
 from allranks.tools.quiet import Conditions
 
 __all__ = ["Goal", "GoalReport", "MasterReport", "head", "lines", "of", "quantile", "write"]
@@ -42,15 +48,23 @@ class Goal:
         return self.value <= self.most if self.most is not None else None
 
 
+def _versions() -> dict[str, str]:
+    return {
+        "allranks": allranks.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
 @dataclass(kw_only=True)
 class GoalReport:
-    """The results of a whole run."""
+    """The results of a whole run on this machine."""
 
-    cpus: int
-    host: str
-    processor: str
+    cpus: int = field(default_factory=usable_cpus)
+    host: str = field(default_factory=socket.gethostname)
+    processor: str = field(default_factory=processor)
     budget_s: float
-    versions: dict[str, str]
+    versions: dict[str, str] = field(default_factory=_versions)
     goals: list[Goal] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # what was not measured, and why
     conditions: Conditions | None = None

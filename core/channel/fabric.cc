@@ -35,10 +35,12 @@ constexpr uint32_t kWindow = 32;
 // unread, and a third one covers the moment in which the receive of one is posted again.
 constexpr uint32_t kReceives = kWindow + 3;
 constexpr size_t kInject = 1 << 10;  // above it, the copy of an injected message costs more than its completion
-constexpr uint64_t kTags = (uint64_t{1} << 48) - 1;  // the providers with the fewest bits in a tag have 48
-constexpr auto kTend = std::chrono::milliseconds(100);
-constexpr int kTries = 4;      // to prepare a sleep, before the thread sleeps for 1 ms only
-constexpr uint32_t kLook = 8;  // the socket is read in one of so many calls that find no message
+constexpr uint64_t kTags = (uint64_t{1} << 48) - 1;     // the providers with the fewest bits in a tag have 48
+constexpr auto kIdle = std::chrono::milliseconds(100);  // without a call, until a thread of the endpoint progresses it
+constexpr int kTries = 4;                               // to prepare a sleep, before the thread sleeps for 1 ms only
+constexpr uint32_t kSocketEvery = 8;                    // the socket is read in every 8th call that finds no message
+constexpr char kEnd = 'E';                              // the first byte of the record "end"
+constexpr char kArrived = 'A';                          // the record "arrived"
 
 // Precedes the bytes of each message. A message without bytes returns credits.
 struct Header {
@@ -239,7 +241,7 @@ Fabric::Fabric(const FabricChoice& choice)
   address_.resize(nbytes);
   h.check(fi_getname(&h.endpoint->fid, address_.data(), &nbytes), "fi_getname");
   address_.resize(nbytes);
-  tender_ = std::thread([this] { tend(); });
+  idle_progress_ = std::thread([this] { progress_when_idle(); });
 }
 
 Fabric::~Fabric() {
@@ -248,7 +250,7 @@ Fabric::~Fabric() {
     stopping_ = true;
   }
   stopped_.notify_all();
-  if (tender_.joinable()) tender_.join();
+  if (idle_progress_.joinable()) idle_progress_.join();
   // Before the links: until the endpoint is closed, the provider may use their buffers.
   if (handles_->endpoint != nullptr && fi_close(&handles_->endpoint->fid) != 0) {
     // It may still use them. This memory is then never released.
@@ -281,7 +283,7 @@ int Fabric::sleep_ms(int most_ms) {
 }
 
 void Fabric::progress() {
-  turns_.fetch_add(1, std::memory_order_relaxed);
+  progress_calls_.fetch_add(1, std::memory_order_relaxed);
   std::array<fi_cq_msg_entry, 16> entries;
   for (;;) {
     const ssize_t n = fi_cq_read(handles_->completions, entries.data(), entries.size());
@@ -312,16 +314,16 @@ void Fabric::progress() {
 // Progress while no thread of the rank does: most providers move bytes only in calls. A rank that computes must still
 // receive what fits into its buffers, as the kernel does over TCP, so that a rank that has sent can leave.
 // Longer than the slices in which waiting threads sleep (net.cc, shm.cc), so that it does not take their completions.
-void Fabric::tend() {
+void Fabric::progress_when_idle() {
   sys::leave_signals();
   uint64_t seen = 0;
   std::unique_lock waiting(stopping_lock_);
-  while (!stopped_.wait_for(waiting, kTend, [this] { return stopping_; })) {
+  while (!stopped_.wait_for(waiting, kIdle, [this] { return stopping_; })) {
     const std::unique_lock lock(lock_, std::try_to_lock);
-    if (lock.owns_lock() && turns_.load(std::memory_order_relaxed) == seen) {
-      for (const auto& link : links_) link->turn();
+    if (lock.owns_lock() && progress_calls_.load(std::memory_order_relaxed) == seen) {
+      for (const auto& link : links_) link->progress();
     }
-    seen = turns_.load(std::memory_order_relaxed);
+    seen = progress_calls_.load(std::memory_order_relaxed);
   }
 }
 
@@ -375,7 +377,7 @@ FabricLink::FabricLink(Fabric& fabric, int socket) : fabric_(fabric), socket_(so
   const auto size = static_cast<uint16_t>(fabric_.address_.size());
   std::string hello(reinterpret_cast<const char*>(&size), sizeof size);
   hello.append(reinterpret_cast<const char*>(&own_tag_), sizeof own_tag_);
-  write(hello + fabric_.address_);
+  write_record(hello + fabric_.address_);
 }
 
 FabricLink::~FabricLink() = default;
@@ -391,7 +393,6 @@ void FabricLink::failed(Buffer* buffer, std::string text) {
   ended_.store(true, std::memory_order_relaxed);
 }
 
-// Post the receives that are not posted. The provider may have no room for them now: a later call tries again.
 void FabricLink::post_receives() {
   Fabric::Handles& h = *fabric_.handles_;
   while (!unposted_.empty()) {
@@ -409,7 +410,6 @@ void FabricLink::post_receives() {
   }
 }
 
-// Send a message that free_.back() contains, after its header. Return false if the provider has no room for it now.
 bool FabricLink::post_send(Buffer& buffer, size_t nbytes) {
   const Fabric::Handles& h = *fabric_.handles_;
   const Header header{reposted_};
@@ -448,12 +448,11 @@ void FabricLink::completed(Buffer& buffer, size_t nbytes) {
   while (!posted_.empty() && posted_.front()->complete) {
     arrived_.push_back(posted_.front());
     posted_.pop_front();
-    arrive();
+    read_header();
   }
 }
 
-// Process the header of the last message.
-void FabricLink::arrive() {
+void FabricLink::read_header() {
   Buffer& buffer = *arrived_.back();
   received_++;
   Header header;
@@ -466,13 +465,13 @@ void FabricLink::arrive() {
     unposted_.push_back(&buffer);
     post_receives();
   }
-  reply();
+  confirm_end();
 }
 
 size_t FabricLink::put(const iovec* parts, size_t n) {
   const std::lock_guard lock(fabric_.lock_);
   if (ended()) return 0;
-  if (!ready_ || sent_ - credited_ >= kWindow || free_.empty()) turn();
+  if (!ready_ || sent_ - credited_ >= kWindow || free_.empty()) progress();
   size_t taken = 0;
   size_t part = 0;
   size_t offset = 0;
@@ -492,7 +491,7 @@ size_t FabricLink::put(const iovec* parts, size_t n) {
     }
     if (filled == 0) break;
     if (!post_send(buffer, filled)) {
-      turn();
+      progress();
       break;
     }
     sent_++;
@@ -503,13 +502,13 @@ size_t FabricLink::put(const iovec* parts, size_t n) {
 
 size_t FabricLink::get(void* to, size_t nbytes) {
   const std::lock_guard lock(fabric_.lock_);
-  if (arrived_.empty()) turn();
-  size_t come = 0;
-  while (come < nbytes && !arrived_.empty()) {
+  if (arrived_.empty()) progress();
+  size_t copied = 0;
+  while (copied < nbytes && !arrived_.empty()) {
     Buffer& buffer = *arrived_.front();
-    const size_t some = std::min(nbytes - come, buffer.nbytes - buffer.read);
-    std::memcpy(static_cast<std::byte*>(to) + come, buffer.data + buffer.read, some);
-    come += some;
+    const size_t some = std::min(nbytes - copied, buffer.nbytes - buffer.read);
+    std::memcpy(static_cast<std::byte*>(to) + copied, buffer.data + buffer.read, some);
+    copied += some;
     buffer.read += some;
     if (buffer.read < buffer.nbytes) break;
     arrived_.pop_front();
@@ -517,42 +516,42 @@ size_t FabricLink::get(void* to, size_t nbytes) {
     post_receives();
     return_credits();
   }
-  return come;
+  return copied;
 }
 
 bool FabricLink::sent() {
   const std::lock_guard lock(fabric_.lock_);
-  if (in_flight_ > 0) turn();
+  if (in_flight_ > 0) progress();
   return in_flight_ == 0 || ended();
 }
 
 bool FabricLink::finish() {
   const std::lock_guard lock(fabric_.lock_);
-  turn();
-  look();
+  progress();
+  read_socket();
   if (!end_written_ && ready_ && in_flight_ == 0) {
-    write(std::string("E") + std::string(reinterpret_cast<const char*>(&messages_), sizeof messages_));
+    write_record(kEnd + std::string(reinterpret_cast<const char*>(&messages_), sizeof messages_));
     end_written_ = true;
   }
   return confirmed_ || ended() || (!ready_ && messages_ == 0);
 }
 
-// Progress the endpoint, and what this link has to send.
-void FabricLink::turn() {
+void FabricLink::progress() {
   fabric_.progress();
   post_receives();
   return_credits();
-  if (!ready_ || ++idle_ % kLook == 0) look();
+  if (!ready_ || ++fruitless_ % kSocketEvery == 0) read_socket();
 }
 
 // --- the socket of a link ---
 
 // The records of a link fit into the empty buffer of its socket.
-void FabricLink::write(const std::string& record) {
-  if (::send(socket_, record.data(), record.size(), MSG_DONTWAIT | MSG_NOSIGNAL) < 0) return;  // look() finds the end
+void FabricLink::write_record(const std::string& record) {
+  // If this fails, the next read_socket() finds the end of the socket.
+  static_cast<void>(::send(socket_, record.data(), record.size(), MSG_DONTWAIT | MSG_NOSIGNAL));
 }
 
-void FabricLink::look() {
+void FabricLink::read_socket() {
   std::array<char, 512> some;
   while (!socket_over()) {
     const ssize_t n = recv(socket_, some.data(), some.size(), MSG_DONTWAIT);
@@ -565,13 +564,13 @@ void FabricLink::look() {
     }
     inbox_.append(some.data(), static_cast<size_t>(n));
   }
-  parse();
-  reply();
+  parse_records();
+  confirm_end();
   // The messages that the peer has announced may still arrive, unless its process was killed.
   if (socket_over() && (end_ == UINT64_MAX || received_ >= end_)) ended_.store(true, std::memory_order_relaxed);
 }
 
-void FabricLink::parse() {
+void FabricLink::parse_records() {
   if (!ready_) {
     uint16_t size = 0;
     constexpr size_t kHello = sizeof size + sizeof peer_tag_;
@@ -587,11 +586,11 @@ void FabricLink::parse() {
     ready_ = true;
   }
   while (!inbox_.empty()) {
-    if (inbox_[0] == 'E') {
+    if (inbox_[0] == kEnd) {
       if (inbox_.size() < 1 + sizeof end_) return;
       std::memcpy(&end_, inbox_.data() + 1, sizeof end_);
       inbox_.erase(0, 1 + sizeof end_);
-    } else if (inbox_[0] == 'A') {
+    } else if (inbox_[0] == kArrived) {
       confirmed_ = true;
       inbox_.erase(0, 1);
     } else {
@@ -600,11 +599,10 @@ void FabricLink::parse() {
   }
 }
 
-// Answer the peer's end when all of its messages have arrived.
-void FabricLink::reply() {
+void FabricLink::confirm_end() {
   if (replied_ || end_ == UINT64_MAX || received_ < end_) return;
   replied_ = true;
-  write("A");
+  write_record({kArrived});
 }
 
 }  // namespace allranks

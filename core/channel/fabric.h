@@ -71,8 +71,8 @@ class Fabric {
   friend class FabricLink;
   struct Handles;
 
-  void progress();  // with the lock held
-  void tend();
+  void progress();            // process all completions; with the lock held
+  void progress_when_idle();  // the thread idle_progress_: progress all links if no other thread does
 
   std::unique_ptr<Handles> handles_;
   std::string provider_;
@@ -80,13 +80,13 @@ class Fabric {
   int wait_fd_ = -1;
   std::mutex lock_;  // protects the endpoint and its links: providers are not asked to be thread-safe
   std::vector<std::unique_ptr<FabricLink>> links_;
-  std::atomic<uint64_t> turns_ = 0;  // calls of progress()
+  std::atomic<uint64_t> progress_calls_ = 0;  // calls of progress()
   std::atomic<uint64_t> completions_ = 0;
   std::atomic<bool> blind_ = false;
   std::mutex stopping_lock_;
   std::condition_variable stopped_;
   bool stopping_ = false;
-  std::thread tender_;
+  std::thread idle_progress_;
 };
 
 class FabricLink {
@@ -116,25 +116,34 @@ class FabricLink {
 
   FabricLink(Fabric& fabric, int socket);
 
-  // With the lock held:
+  // All with the lock of the fabric held.
+  // Progress the endpoint, and send what this link has to send by itself.
+  void progress();
+  // Post the receives that are not posted. The provider may have no room for them now: a later call tries again.
   void post_receives();
+  // Send a message that free_.back() contains, after its header. Return false if the provider has no room for it now.
   bool post_send(Buffer& buffer, size_t nbytes);
+  // Send a message without bytes if the peer waits for many credits.
   void return_credits();
+  // Process the completion of a send, or of a receive of nbytes.
   void completed(Buffer& buffer, size_t nbytes);
+  // End the link. buffer: the send or receive that has failed, if any.
   void failed(Buffer* buffer, std::string text);
-  void arrive();
-  void look();
-  void parse();
-  void reply();
-  void write(const std::string& record);
-  void turn();
+  // Process the header of the newest message in arrived_.
+  void read_header();
+  // Read the records of the socket, and detect its end.
+  void read_socket();
+  void parse_records();
+  // Answer the peer's "end" when all of its messages have arrived.
+  void confirm_end();
+  void write_record(const std::string& record);
 
   Fabric& fabric_;
   int socket_;
   uint64_t own_tag_;
   uint64_t peer_tag_ = 0;
-  uint64_t peer_ = 0;  // fi_addr_t
-  bool ready_ = false;
+  uint64_t peer_ = 0;   // fi_addr_t
+  bool ready_ = false;  // the hello of the peer has arrived
   std::unique_ptr<Slab> slab_;
   std::vector<Buffer*> free_;      // for sends
   std::vector<Buffer*> unposted_;  // for receives
@@ -147,9 +156,9 @@ class FabricLink {
   uint64_t messages_ = 0;          // sent, including those that only return credits
   uint64_t received_ = 0;          // the same, received
   uint32_t in_flight_ = 0;         // sends without a completion
-  uint32_t idle_ = 0;
-  std::string inbox_;
-  uint64_t end_ = UINT64_MAX;  // the peer's number of messages, when it has announced it
+  uint32_t fruitless_ = 0;         // calls of progress(), see kSocketEvery
+  std::string inbox_;              // bytes of the socket that are not a complete record yet
+  uint64_t end_ = UINT64_MAX;      // the peer's number of messages, when it has announced it
   bool end_written_ = false;
   bool confirmed_ = false;  // by the peer
   bool replied_ = false;    // to the peer

@@ -3,16 +3,19 @@
 ``import allranks as dist`` provides torch.distributed's names, with the same arguments and semantics, over allranks's
 own channel. The map of the package:
 
-    _api           the functions: all_reduce and related functions, init_process_group, new_group, objects, multigpu,
-                   legacy names
+    _api           the functions: all_reduce and related functions, init_process_group, new_group, objects, windows,
+                   multigpu, legacy names
     _group         ProcessGroup: called by the functions above
+    _elastic       membership after a loss: rank slots, vote, generations, replay
     _engines       the engines that transfer the bytes: native, gloo, nccl, mpi
     _call          the elements of a call: ReduceOp, Work, futures, its call site in the program
     _rendezvous    how ranks find each other
     _store         TCPStore, FileStore, HashStore, PrefixStore
+    _net           connections: handshake, admission, frames, TLS
     _cluster       the environment of this process: launcher or scheduler, host, network, environment variables
     _base          errors, as a tree, and other modules that all layers use
     _trace         the record of calls, and reports from it
+    _watch         reports of waits in torch.distributed's own backends
     _plugin        torch.distributed's plugin, torch_group
     data           DistributedSampler
     engines        the interface for packages that provide an engine; schedulers: for a scheduler

@@ -51,6 +51,27 @@ inline FabricChoice fabric_of_tests() {
   return {.libraries = {"libfabric.so.1"}, .provider = provider == nullptr ? "" : provider, .sources = {"127.0.0.1"}};
 }
 
+// Run body(comm) in a thread for each rank. Rethrow the exception of the lowest rank that failed.
+template <class Pointer>
+void on_threads(const std::vector<Pointer>& comms,
+                const std::function<void(typename std::pointer_traits<Pointer>::element_type&)>& body) {
+  std::vector<std::exception_ptr> errors(comms.size());
+  std::vector<std::thread> threads;
+  for (size_t r = 0; r < comms.size(); r++) {
+    threads.emplace_back([&, r] {
+      try {
+        body(*comms[r]);
+      } catch (...) {
+        errors[r] = std::current_exception();
+      }
+    });
+  }
+  for (auto& t : threads) t.join();
+  for (auto& e : errors) {
+    if (e) std::rethrow_exception(e);
+  }
+}
+
 struct Ranks {
   explicit Ranks(int n, Sizes sizes = {}, double timeout_s = 20, int64_t spin_ns = 0, const Tuning& tuning = kLevels,
                  const std::vector<Place>& places = {})
@@ -132,24 +153,7 @@ struct Ranks {
     comms[static_cast<size_t>(peer)]->adopt(rank, kind, std::move(other));
   }
 
-  // Run body(comm) on every rank. Rethrow the exception of the lowest rank that failed.
-  void each(const std::function<void(Comm&)>& body) {
-    std::vector<std::exception_ptr> errors(comms.size());
-    std::vector<std::thread> threads;
-    for (size_t r = 0; r < comms.size(); r++) {
-      threads.emplace_back([&, r] {
-        try {
-          body(*comms[r]);
-        } catch (...) {
-          errors[r] = std::current_exception();
-        }
-      });
-    }
-    for (auto& t : threads) t.join();
-    for (auto& e : errors) {
-      if (e) std::rethrow_exception(e);
-    }
-  }
+  void each(const std::function<void(Comm&)>& body) { on_threads(comms, body); }
 
   std::mutex opening;
   std::set<std::tuple<int, int, Connection>> opened;

@@ -69,23 +69,7 @@ struct Host {
     }
   }
 
-  void each(const std::function<void(LocalComm&)>& body) {
-    std::vector<std::exception_ptr> errors(comms.size());
-    std::vector<std::thread> threads;
-    for (size_t r = 0; r < comms.size(); r++) {
-      threads.emplace_back([&, r] {
-        try {
-          body(*comms[r]);
-        } catch (...) {
-          errors[r] = std::current_exception();
-        }
-      });
-    }
-    for (auto& t : threads) t.join();
-    for (auto& e : errors) {
-      if (e) std::rethrow_exception(e);
-    }
-  }
+  void each(const std::function<void(LocalComm&)>& body) { on_threads(comms, body); }
 
   std::vector<std::unique_ptr<LocalComm>> comms;
 };

@@ -7,16 +7,14 @@ benchmarks/injection.py describes the job and the verdicts; `make injection` inj
 
 from __future__ import annotations
 
-import importlib
 import random
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from support.benchmark_modules import benchmark
+
 SAMPLE = 40  # of about 3,000; half a second each
 SEED = 36
 FOUND = (
@@ -33,11 +31,8 @@ FOUND = (
 
 @pytest.fixture(scope="module")
 def injection() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield importlib.import_module("injection")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+    with benchmark("injection") as module:
+        yield module
 
 
 @pytest.mark.timeout(900)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 
 import pytest
+from ready_ranks import WAITING, end, start
 
 from allranks._trace.stacks import main_place, parse, render
 from support.launcher_process import Launcher
@@ -48,26 +48,6 @@ def test_equal_stacks_with_different_addresses_are_printed_once() -> None:
 def test_text_without_a_stack_has_no_location() -> None:
     assert main_place("") == main_place("garbage\n") == ""
     assert render({0: "Thread 0x1 (most recent call first):\n  <no Python frame>\n"})[0][1][1] == "  <no Python frame>"
-
-
-WAITING = """
-import os, signal, sys, threading, time
-from pathlib import Path
-rank = os.environ["RANK"]
-def ready(): Path(f"ready{rank}").touch()
-"""
-
-
-def start(launcher: Launcher, body: str, *options: str, nproc: int = 2) -> subprocess.Popen[bytes]:
-    path = launcher.write(WAITING + body)
-    process = launcher.start("-n", str(nproc), "--start", "spawn", *options, str(path))
-    wait_for(lambda: len(list(launcher.folder.glob("ready*"))) == nproc)
-    return process
-
-
-def end(process: subprocess.Popen[bytes]) -> tuple[int, list[str], list[str]]:
-    out, err = process.communicate(timeout=30)
-    return process.returncode, sorted(out.decode().splitlines()), err.decode().splitlines()
 
 
 def test_idle_job_is_stopped_and_prints_the_stacks_of_all_ranks(launcher: Launcher) -> None:

@@ -9,35 +9,18 @@ import subprocess
 import time
 
 import pytest
+from ready_ranks import WAITING, end, start
 
 from support.launcher_process import Launcher
 from support.marked import wait_for
 from support.prompt import PROMPT_S
 
-WAITING = """
-import os, signal, sys, time
-from pathlib import Path
-def ready(): Path(f"ready{os.environ['RANK']}").touch()
-"""
 CHILD = """
 import subprocess
 subprocess.Popen(["sleep", "60"])
 ready()
 time.sleep(60)
 """
-
-
-def start(launcher: Launcher, body: str, *options: str, nproc: int = 2) -> subprocess.Popen[bytes]:
-    """Start a script and wait until each rank has called ``ready``."""
-    path = launcher.write(WAITING + body)
-    process = launcher.start("-n", str(nproc), "--start", "spawn", *options, str(path))
-    wait_for(lambda: len(list(launcher.folder.glob("ready*"))) == nproc)
-    return process
-
-
-def end(process: subprocess.Popen[bytes]) -> tuple[int, list[str], list[str]]:
-    out, err = process.communicate(timeout=30)
-    return process.returncode, sorted(out.decode().splitlines()), err.decode().splitlines()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
@@ -65,7 +48,7 @@ def test_ctrl_c_report_locates_each_rank_once(launcher: Launcher, how: str) -> N
     process.send_signal(signal.SIGINT)
     code, _, err = end(process)
     assert code == 130
-    assert err == ["allranks run: stopped by SIGINT", "allranks run: ranks 0-1: at script.py:9 in step"]
+    assert err == ["allranks run: stopped by SIGINT", "allranks run: ranks 0-1: at script.py:10 in step"]
 
 
 def test_program_has_time_to_exit_after_ctrl_c(launcher: Launcher) -> None:
@@ -252,7 +235,7 @@ def test_ctrl_c_report_locates_the_caller_of_compiled_text(launcher: Launcher) -
     body = "exec(compile('def f():\\n ready()\\n time.sleep(60)', '<made>', 'exec'))\nf()"
     process = start(launcher, body)
     process.send_signal(signal.SIGINT)
-    assert end(process)[2][1] == "allranks run: ranks 0-1: at script.py:6 in <module>"
+    assert end(process)[2][1] == "allranks run: ranks 0-1: at script.py:7 in <module>"
 
 
 def test_guard_survives_a_signal_to_all_processes_of_the_job(launcher: Launcher) -> None:

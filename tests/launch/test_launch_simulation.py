@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -21,34 +20,19 @@ from allranks.launch.policy.root_cause import Failure, RootCause
 from allranks.launch.policy.round import Round
 from allranks.launch.runtime.loop import RoundLoop
 from allranks.launch.spec.events import Exited
+from support.seeds import each_thousand, replay, run_seeds
 
 SEEDS = 5_000
-ONE = os.environ.get("ALLRANKS_SEED")
 
 
-@pytest.mark.parametrize("thousand", range(SEEDS // 1000) if ONE is None else ["one"])
+@each_thousand(SEEDS)
 def test_seeds(thousand: int) -> None:
-    for seed in range(thousand * 1000, thousand * 1000 + 1000) if ONE is None else [int(ONE)]:
-        try:
-            Job(seed).run()
-        except Exception as error:
-            raise Wrong(f"seed {seed}: {error!r}\n" + "\n".join(replay(seed))) from error
-        if ONE is not None:
-            print("\n".join(replay(seed)))
-
-
-def replay(seed: int) -> list[str]:
-    events: list[str] = []
-    try:
-        Job(seed, events).run()
-    except Exception as error:  # noqa: BLE001
-        events.append(repr(error))
-    return events
+    run_seeds(thousand, Job)
 
 
 def test_a_seed_replays() -> None:
-    assert len(replay(4710)) > 5
-    assert replay(4710) == replay(4710)
+    assert len(replay(4710, Job)) > 5
+    assert replay(4710, Job) == replay(4710, Job)
 
 
 def run_all() -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -16,29 +15,14 @@ from rank_slot_simulation import ElasticJob
 from allranks._elastic.rank_slots import RankSlots
 from allranks.launch.policy.root_cause import Failure
 from allranks.launch.policy.round import Round
+from support.seeds import each_thousand, run_seeds
 
 SEEDS = 5_000
-ONE = os.environ.get("ALLRANKS_SEED")
 
 
-@pytest.mark.parametrize("thousand", range(SEEDS // 1000) if ONE is None else ["one"])
+@each_thousand(SEEDS)
 def test_seeds(thousand: int) -> None:
-    for seed in range(thousand * 1000, thousand * 1000 + 1000) if ONE is None else [int(ONE)]:
-        try:
-            ElasticJob(seed).run()
-        except Exception as error:
-            raise Wrong(f"seed {seed}: {error!r}\n" + "\n".join(replay(seed))) from error
-        if ONE is not None:
-            print("\n".join(replay(seed)))
-
-
-def replay(seed: int) -> list[str]:
-    events: list[str] = []
-    try:
-        ElasticJob(seed, events).run()
-    except Exception as error:  # noqa: BLE001
-        events.append(repr(error))
-    return events
+    run_seeds(thousand, ElasticJob)
 
 
 def run_all() -> None:

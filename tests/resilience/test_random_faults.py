@@ -8,30 +8,25 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from support import cluster, sshd
+from support.benchmark_modules import benchmark
 
-ROOT = Path(__file__).parents[2]
 EPOCHS = 12
 
 
 @pytest.fixture(scope="module")
 def faults() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield importlib.import_module("faults")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+    with benchmark("faults") as module:
+        yield module
 
 
 @pytest.mark.timeout(900)

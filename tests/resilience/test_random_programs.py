@@ -8,17 +8,15 @@ benchmarks/random_programs.py describes the programs and the verdicts. To run on
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from support.benchmark_modules import benchmark
+
 PROGRAMS = 40  # 1.3 s to 3 s of CPU time each; benchmarks/random_programs.py runs thousands
 FOUND = (1049, 1545, 2015, 3284, 3994, 4031, 4068, 4212, 4282, 4392, 20189, 20320, 20398)  # seeds that once failed
 FOUND_TWICE = (30089,)  # seeds that once failed with two kills
@@ -28,11 +26,8 @@ MOST_REFUSED = 0.1  # more refusals than this mean that State refuses ordinary p
 
 @pytest.fixture(scope="module")
 def programs() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield importlib.import_module("random_programs")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+    with benchmark("random_programs") as module:
+        yield module
 
 
 @pytest.mark.timeout(1200)

@@ -14,23 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from support.cluster import Cluster
+from support.launcher_process import Done
 
 SOURCE = Path(__file__).parents[2] / "src"
 SECRET = "a secret of the tests, long enough"
-
-
-@dataclass
-class Done:
-    """A finished command."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def lines(self) -> list[str]:
-        """The sorted lines of stdout. The ranks do not synchronize, so their order varies."""
-        return sorted(self.out.splitlines())
 
 
 @dataclass

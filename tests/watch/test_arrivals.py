@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from allranks._trace.notes import Notes, notes_of
-from allranks._watch.arrivals import Arrivals, GroupArrivals, Stragglers
+from allranks._watch.arrivals import Arrivals, ArrivalStats, GroupArrivals
 
 MACHINES = {0: "a", 1: "a", 2: "b"}
 HOSTS = {0: "one", 1: "one", 2: "two"}
@@ -30,7 +30,7 @@ def _steps(count: int, late_ms: float = 0.0, first: int = 1) -> dict[int, int]:
 
 @pytest.mark.quick
 def test_a_rank_that_is_usually_last_is_named_with_host_and_line() -> None:
-    found = Stragglers()
+    found = ArrivalStats()
     found.add({0: _rank(_steps(100)), 1: _rank(_steps(100, 0.1)), 2: _rank(_steps(100, 4), "slow.py:7")}, MACHINES)
     (line,) = found.warnings(HOSTS)
     assert line == (
@@ -41,7 +41,7 @@ def test_a_rank_that_is_usually_last_is_named_with_host_and_line() -> None:
 
 @pytest.mark.quick
 def test_each_call_is_compared_once_and_only_if_all_ranks_have_it() -> None:
-    found = Stragglers()
+    found = ArrivalStats()
     for first in (1, 31, 61):  # overlapping samples
         ranks = {rank: _rank(_steps(50, 4 * (rank == 1), first)) for rank in (0, 1)}
         found.add({**ranks, 2: _rank(_steps(40, 0, first))}, MACHINES)
@@ -54,10 +54,10 @@ def test_each_call_is_compared_once_and_only_if_all_ranks_have_it() -> None:
 
 @pytest.mark.quick
 def test_differences_below_the_error_of_the_clocks_do_not_count() -> None:
-    found = Stragglers()
+    found = ArrivalStats()
     found.add({0: _rank(_steps(100)), 1: _rank(_steps(100)), 2: _rank(_steps(100, 1.5))}, MACHINES)
     assert found.stats(0, "one").groups[0].late == {}  # of other hosts
-    found = Stragglers()
+    found = ArrivalStats()
     found.add({0: _rank(_steps(100)), 1: _rank(_steps(100, 0.01)), 2: _rank(_steps(100))}, MACHINES)
     assert found.stats(0, "one").groups[0].late == {}
     assert found.warnings(HOSTS) == []
@@ -65,7 +65,7 @@ def test_differences_below_the_error_of_the_clocks_do_not_count() -> None:
 
 @pytest.mark.quick
 def test_ranks_that_are_last_in_turn_are_not_named() -> None:
-    found = Stragglers()
+    found = ArrivalStats()
     turns = [{n: round((n * 10 + 4 * (n % 3 == rank)) * MS) for n in range(300)} for rank in range(3)]
     found.add({rank: _rank(times) for rank, times in enumerate(turns)}, MACHINES)
     assert found.stats(0, "one").groups[0].compared == 299  # call 0 is a message
@@ -74,7 +74,7 @@ def test_ranks_that_are_last_in_turn_are_not_named() -> None:
 
 @pytest.mark.quick
 def test_groups_are_compared_apart() -> None:
-    found = Stragglers()
+    found = ArrivalStats()
     pair = {"title": "mesh_tp", "ranks": (0, 1)}
     found.add({0: _rank(_steps(50, 0), **pair), 1: _rank(_steps(50, 5), **pair)}, MACHINES)  # type: ignore[arg-type]
     (line,) = found.warnings(HOSTS)

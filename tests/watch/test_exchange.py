@@ -14,7 +14,7 @@ import pytest
 
 from allranks._trace.state import RankState
 from allranks._watch import exchange
-from allranks._watch.exchange import Answer, Collect, Inspect, Peer, Request, Server
+from allranks._watch.exchange import Collect, InspectProcess, Peer, RankAnswer, Request, Server
 
 pytestmark = pytest.mark.quick
 
@@ -29,13 +29,13 @@ def peer(rank: int, port: int) -> Peer:
 
 def ask(
     peers: list[Peer], request: Request, token: bytes, timeout_s: float
-) -> tuple[dict[int, Answer], dict[int, str]]:
+) -> tuple[dict[int, RankAnswer], dict[int, str]]:
     return exchange.ask(peers, request, token, "m", timeout_s)
 
 
-def respond(request: Request) -> Answer:
-    assert isinstance(request, Collect | Inspect)
-    return Answer(RankState(7, 1, "running", 0.0), place=f"{type(request).__name__}")
+def respond(request: Request) -> RankAnswer:
+    assert isinstance(request, Collect | InspectProcess)
+    return RankAnswer(RankState(7, 1, "running", 0.0), place=f"{type(request).__name__}")
 
 
 @pytest.fixture

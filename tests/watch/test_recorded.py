@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from allranks._watch.recorded import TorchGroup, group_states, in_progress, read_dump
+from allranks._watch.recorded import FlightGroup, group_states, in_progress, read_dump
 
 pytestmark = pytest.mark.quick
 
-WORLD = TorchGroup("0", "", (0, 1, 2, 3), "gloo")
-PAIR = TorchGroup("7", "mesh_tp", (1, 3), "nccl")
+WORLD = FlightGroup("0", "", (0, 1, 2, 3), "gloo")
+PAIR = FlightGroup("7", "mesh_tp", (1, 3), "nccl")
 GROUPS = {group.name: group for group in (WORLD, PAIR)}
 API = "/x/site-packages/torch/distributed/distributed_c10d.py"
 

@@ -15,14 +15,14 @@ import pytest
 
 from allranks._trace.kernel import kernel_wait, process_state
 from allranks._trace.stacks import Frame, place
-from allranks._watch.threads import Place, expression, places
+from allranks._watch.threads import ThreadPlace, expression, places
 from allranks._watch.watcher import native_stacks
 
 pytestmark = pytest.mark.quick
 
 
 @contextmanager
-def thread_in(function: Callable[[], object]) -> Iterator[Place]:
+def thread_in(function: Callable[[], object]) -> Iterator[ThreadPlace]:
     """Yield the place of a thread that executes a function, once it is blocked."""
     pytest.importorskip("torch.distributed")
     thread = threading.Thread(target=function, name="under test", daemon=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from allranks._api.world import GroupMember, resolve_group
 from allranks._base.errors import NotInitializedError
 from allranks._base.public import publish
-from allranks._engines.native.window import allocate
+from allranks._engines.native.window_memory import allocate
 from allranks._group.window import Window
 
 if TYPE_CHECKING:

@@ -38,13 +38,13 @@ class ProcessGroup(Communicator):
     def __init__(self, engine: Engine, name: str, rank: int, members: Sequence[Member], timeout_s: float) -> None:
         super().__init__(engine, name, rank, members, timeout_s)
         self.register: Callable[[ProcessGroup], None] | None = None
-        self._place: reconfigure.Place | None = None
+        self._handle_store: reconfigure.HandleStore | None = None
 
     def close(self) -> None:
         """Leave the group. Later calls raise. Idempotent."""
-        if self._place is not None:
-            self._place.close()
-            self._place = None
+        if self._handle_store is not None:
+            self._handle_store.close()
+            self._handle_store = None
         super().close()
 
     def plan(self, verb: str, *args: Any, **named: Any) -> Plan:
@@ -167,9 +167,9 @@ class ProcessGroup(Communicator):
             ConfigError: Other hosts may take part, and there is no secret or no port.
         """
         self._live()
-        if self._place is None:
-            self._place = reconfigure.Place(self._rank)
-        return self._place.handle
+        if self._handle_store is None:
+            self._handle_store = reconfigure.HandleStore(self._rank)
+        return self._handle_store.handle
 
     def reconfigure(
         self, uuid: int, handles: Sequence[str] | AbstractSet[str], timeout: timedelta | float | None = None
@@ -205,9 +205,9 @@ class ProcessGroup(Communicator):
             >>> dist.destroy_process_group()
         """
         self.reconfigure_handle()
-        assert self._place is not None
+        assert self._handle_store is not None
         seconds = self.timeout_s if timeout is None else seconds_of(timeout)
-        reconfigure.reconfigure(self, self._place, uuid, handles, seconds)
+        reconfigure.reconfigure(self, self._handle_store, uuid, handles, seconds)
 
     @classmethod
     def unconnected(cls, backend: str, name: str, timeout_s: float, number: int) -> ProcessGroup:
@@ -221,7 +221,7 @@ class ProcessGroup(Communicator):
         """
         made = cls(reconfigure.Unconnected(backend, name), name, 0, [this_member(0, 1)], timeout_s)
         made._rank = made._size = -1
-        made._place = reconfigure.Place(number)
+        made._handle_store = reconfigure.HandleStore(number)
         return made
 
 

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from allranks._call.types import Stats
     from allranks._group.base import BaseGroup
 
-__all__ = ["Place", "Unconnected", "reconfigure"]
+__all__ = ["HandleStore", "Unconnected", "reconfigure"]
 
 _FORM = "allranks:"
 _LOOKS_S = (0.05, 1.0)  # seconds that a process waits before it checks the missing processes: at first, and at most
@@ -142,7 +142,7 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
         return f"{other.size} handles, but this rank with {self.size}"
 
 
-class Place:
+class HandleStore:
     """The store through which the other processes find this process's part of a group.
 
     Attributes:
@@ -197,7 +197,7 @@ class Unconnected(Engine):
 
 
 def reconfigure(
-    group: BaseGroup, place: Place, uuid: int, handles: Sequence[str] | AbstractSet[str], timeout_s: float
+    group: BaseGroup, store: HandleStore, uuid: int, handles: Sequence[str] | AbstractSet[str], timeout_s: float
 ) -> None:
     """See ``ProcessGroup.reconfigure``."""
     backend = group.backend
@@ -206,23 +206,23 @@ def reconfigure(
             f"reconfigure: group '{group.name}' on {backend} cannot be reconfigured: the engine has its own"
             " rendezvous.\n  Create the group with backend='native'."
         )
-    texts = _in_order(handles, place.handle)
+    texts = _in_order(handles, store.handle)
     if isinstance(uuid, bool) or not isinstance(uuid, int):
         raise UsageError(f"reconfigure: uuid must be a whole number, not {uuid!r}")
-    if not place.lock.acquire(blocking=False):
+    if not store.lock.acquire(blocking=False):
         raise UsageError(
             f"reconfigure: another thread is already reconfiguring process group '{group.name}'.\n"
             "  Call it from one thread at a time."
         )
     try:
-        if uuid in place.used:
+        if uuid in store.used:
             raise UsageError(
                 f"reconfigure: uuid {uuid} was already used for process group '{group.name}'.\n"
                 "  Pass a new number, the same one on every member."
             )
         # The number is used up even if the attempt fails, because its keys remain on the stores.
-        place.used.add(uuid)
-        rank = texts.index(place.handle)
+        store.used.add(uuid)
+        rank = texts.index(store.handle)
         attempt = _Attempt(uuid, texts, rank, timeout_s)
         try:
             members, engine = attempt.connect(group, backend, attempt.meet())
@@ -242,7 +242,7 @@ def reconfigure(
             before.membership.close()
         group.reconfigured = True
     finally:
-        place.lock.release()
+        store.lock.release()
 
 
 class _Attempt:

@@ -16,7 +16,7 @@ from allranks._base.public import publish
 from allranks._base.timeouts import seconds_of
 from allranks._call.work import Complete, Work
 from allranks._engines.checks import check_tensor
-from allranks._engines.native.window import allocation_of
+from allranks._engines.native.window_memory import allocation_of
 
 if TYPE_CHECKING:
     from allranks._engines.base import EngineWindow

@@ -4,12 +4,17 @@ torch finds it by the entry points in pyproject.toml. The user imports nothing. 
 groups (DistributedDataParallel, FSDP, DTensor, DCP, ...) then run on the native engine:
 
     work         torch's Work around allranks's Work
+    window       torch's windows around allranks's windows
+    calls        torch's calls, as its C++ passes them to a backend
+    operators    torch's operators on these groups, for code that observes operators
     group        torch's ProcessGroup around allranks's ProcessGroup
     creation     torch's groups on the backend, each around a group of allranks
     torch_group  registers a group of allranks with torch, the opposite direction
     adapt        torch's functions that support only its own groups
     gloo         groups of allranks in programs that request gloo
+    recorder     torch's Flight Recorder in these programs
     env_rendezvous  torch's env:// in an elastic job
+    names        the names of the backend
 
 This file is loaded whenever torch is loaded, so its import must take no measurable time.
 """

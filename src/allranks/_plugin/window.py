@@ -9,7 +9,7 @@ import torch
 
 from allranks._api.windows import allocate_tensor
 from allranks._base.errors import UsageError
-from allranks._engines.native.window import allocation_of
+from allranks._engines.native.window_memory import allocation_of
 from allranks._plugin.work import DONE, TorchWork
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@
 - ``evidence``  the state of this rank: the calls that torch has recorded, its messages, and the places of its threads
 - ``recorded``  calls from the dump of torch's Flight Recorder
 - ``messages``  a record of ``isend`` and ``irecv``, which the Flight Recorder lacks on gloo
+- ``arrivals``  which rank begins collectives last
 - ``threads``   the places of this process's threads
 - ``report``    the text and the file of a report
 

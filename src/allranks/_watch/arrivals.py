@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from allranks._trace.stats import GroupStats, JobStats, RankStats
-from allranks._watch.recorded import TorchCall
+from allranks._watch.recorded import FlightCall
 
-__all__ = ["Arrivals", "GroupArrivals", "Stragglers", "arrivals_of"]
+__all__ = ["ArrivalStats", "Arrivals", "GroupArrivals", "arrivals_of"]
 
 _SAME_HOST_NS = 20_000  # smaller differences are not significant: the recorder reads the clock before it takes a lock
 _OTHER_HOST_NS = 2_000_000  # the usual error of clocks that NTP synchronizes
@@ -47,7 +47,7 @@ class Arrivals(msgspec.Struct, frozen=True):
     sites: tuple[str, ...]
 
 
-def arrivals_of(calls: Iterable[TorchCall], wall_ns: int, now: float) -> Arrivals:
+def arrivals_of(calls: Iterable[FlightCall], wall_ns: int, now: float) -> Arrivals:
     """Return the times of recorded calls.
 
     Args:
@@ -66,7 +66,7 @@ def arrivals_of(calls: Iterable[TorchCall], wall_ns: int, now: float) -> Arrival
     return Arrivals(tuple(GroupArrivals(*group, times) for group, times in found.items()), tuple(sites))
 
 
-class Stragglers:
+class ArrivalStats:
     """How often each rank was last, and by how much."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -19,15 +19,29 @@ from allranks._trace.inspection import rank_state
 from allranks._trace.kernel import KernelWait
 from allranks._trace.state import CREATION, CallState, GroupState, RankState
 from allranks._watch.arrivals import arrivals_of
-from allranks._watch.exchange import Answer
+from allranks._watch.exchange import RankAnswer
 from allranks._watch.messages import Message, recorded_messages
-from allranks._watch.recorded import TorchCall, TorchGroup, group_states, in_progress, read_dump
-from allranks._watch.threads import Place, places, render, site
+from allranks._watch.recorded import FlightCall, FlightGroup, group_states, in_progress, read_dump
+from allranks._watch.threads import ThreadPlace, places, render, site
 
 __all__ = ["Evidence", "torch_groups"]
 
 _RECENT = 64  # ended calls in a report, so that ranks that are out of step can be compared
 _CREATIONS = 64  # groups whose creation is reported
+
+
+class _Creation(NamedTuple):
+    """The creation of a group by this rank.
+
+    Attributes:
+        ranks: The members, as world ranks.
+        began: When it began, in seconds of ``time.monotonic``.
+        thread: The thread that creates the group. 0 after the creation.
+    """
+
+    ranks: tuple[int, ...]
+    began: float
+    thread: int
 
 
 class Evidence:
@@ -42,13 +56,15 @@ class Evidence:
         self._rank = rank
         self._world = tuple(range(world_size))
         self._torch_distributed = os.path.dirname(sys.modules["torch.distributed"].__file__ or "?") + os.sep
-        self._creations: dict[str, tuple[tuple[int, ...], float, int]] = {}
+        self._creations: dict[str, _Creation] = {}
+        # What `longest_wait_s` has last observed, and since when it has not changed: the counters of each group, and
+        # the position of each thread.
         self._since: dict[str, tuple[object, float]] = {}
         self._positions: dict[int, tuple[tuple[int, int], float]] = {}
 
     def begin_creation(self, name: str, ranks: Sequence[int], thread: int) -> None:
         """Record that this rank creates a group, which may wait for the other ranks."""
-        self._creations[name] = (tuple(ranks) or self._world, time.monotonic(), thread)
+        self._creations[name] = _Creation(tuple(ranks) or self._world, time.monotonic(), thread)
         # No rank waits for a creation so long ago: the members of a group create it together.
         if len(self._creations) > _CREATIONS:
             self._creations.pop(next(iter(self._creations)))
@@ -56,13 +72,12 @@ class Evidence:
     def end_creation(self, name: str) -> None:
         """Record that the group has been created."""
         if name in self._creations:
-            ranks, began, _ = self._creations[name]
-            self._creations[name] = (ranks, began, 0)
+            self._creations[name] = self._creations[name]._replace(thread=0)
 
     def longest_wait_s(self) -> float:
         """Return the seconds that this rank may have waited. Cheap: call it about once per second.
 
-        Returns 0 if no call is in progress. A thread may have begun a call and be elsewhere; `answer` excludes that.
+        Returns 0 if no call is in progress. A thread may have begun a call and be elsewhere; `inspect` excludes that.
         """
         now = time.monotonic()
         status = _status()
@@ -71,7 +86,7 @@ class Evidence:
             for name, value in status.items()
         }
         waits = [now - since for _, since in self._since.values()]
-        waits += [now - began for _, began, thread in self._creations.values() if thread]
+        waits += [now - each.began for each in self._creations.values() if each.thread]
         waits += self._still_threads(now)
         return max(waits, default=0.0)
 
@@ -86,11 +101,7 @@ class Evidence:
                 self._positions[ident] = known if known is not None and known[0] == position else (position, now)
         return [now - since for _, since in self._positions.values()]
 
-    def answer(self, collecting: bool = False) -> Answer:
-        """Return the state of this rank."""
-        return self.inspect(collecting)[0]
-
-    def inspect(self, collecting: bool = False) -> tuple[Answer, CallState | None]:
+    def inspect(self, collecting: bool = False) -> tuple[RankAnswer, CallState | None]:
         """Return the state of this rank, and the call of torch in which it waits; None if it waits in none.
 
         A wait in a group of allranks is part of the state, but the launcher or ``_trace/watcher.py`` reports it.
@@ -123,7 +134,7 @@ class Evidence:
             recent=tuple(ended),
             groups=(*group_states(recorded, groups), *self._creation_groups(), *own.groups),
         )
-        answer = Answer(
+        answer = RankAnswer(
             state,
             waiting.site if waiting is not None else "",
             "\n".join(render(found)),
@@ -131,27 +142,27 @@ class Evidence:
         )
         return answer, waiting_call
 
-    def arrivals(self) -> Answer:
+    def arrivals(self) -> RankAnswer:
         """Return when this rank began the collectives that the Flight Recorder has kept. Cost: 60 ms."""
         now, wall_ns = time.monotonic(), time.time_ns()
         calls = read_dump(_dump(), torch_groups(), wall_ns, now)
         state = RankState(self._rank, os.getpid(), "running", now)
-        return Answer(state, arrivals=arrivals_of(calls, wall_ns, now))
+        return RankAnswer(state, arrivals=arrivals_of(calls, wall_ns, now))
 
     def _creation_groups(self) -> list[GroupState]:
-        return [GroupState(CREATION + name, ranks, "", 1, True) for name, (ranks, _, _) in self._creations.items()]
+        return [GroupState(CREATION + name, each.ranks, "", 1, True) for name, each in self._creations.items()]
 
-    def _creation_calls(self, found: Sequence[Place], now: float) -> list[CallState]:
+    def _creation_calls(self, found: Sequence[ThreadPlace], now: float) -> list[CallState]:
         calls = []
-        for name, (ranks, began, thread) in self._creations.items():
-            place = next((each for each in found if each.thread == thread), None)
-            if place is not None and thread:
+        for name, creation in self._creations.items():
+            place = next((each for each in found if each.thread == creation.thread), None)
+            if place is not None and creation.thread:
                 title = place.api or "init_process_group"
-                calls.append(_call(title, CREATION + name, ranks, 1, place.site, began, now))
+                calls.append(_call(title, CREATION + name, creation.ranks, 1, place.site, creation.began, now))
         return calls
 
     def _messages(
-        self, found: Sequence[Place], groups: Mapping[str, TorchGroup], now: float, wall_ns: int
+        self, found: Sequence[ThreadPlace], groups: Mapping[str, FlightGroup], now: float, wall_ns: int
     ) -> list[CallState]:
         """Return the messages for which a thread waits."""
         pending = [message for message in recorded_messages() if _is_pending(message)]
@@ -192,7 +203,7 @@ def _is_pending(message: Message) -> bool:
     return not work.is_completed()
 
 
-def _with_wait(call: TorchCall, found: Sequence[Place]) -> CallState:
+def _with_wait(call: FlightCall, found: Sequence[ThreadPlace]) -> CallState:
     """Return a call in progress, with whether a thread waits for it, and with the root, which torch does not record."""
     if call.on_device:
         # Work on a GPU is ordered by its stream. The kernel waits for the other ranks once it has started.
@@ -267,7 +278,7 @@ class _Inductor:
         return getattr(importlib.import_module("torch._inductor"), name)
 
 
-def torch_groups() -> dict[str, TorchGroup]:
+def torch_groups() -> dict[str, FlightGroup]:
     """Return the groups of torch.distributed of this process, by name, without those of allranks."""
     c10d = sys.modules["torch.distributed.distributed_c10d"]
     world = c10d._world
@@ -281,11 +292,11 @@ def torch_groups() -> dict[str, TorchGroup]:
         title = "" if description == "default_pg" else description if description != "undefined" else name
         # `ranks` maps world ranks to ranks of the group.
         members = tuple(sorted(ranks, key=ranks.__getitem__))
-        found[name] = TorchGroup(name, title, members, backend)
+        found[name] = FlightGroup(name, title, members, backend)
     return found
 
 
-def group_of(group: Any, groups: Mapping[str, TorchGroup]) -> TorchGroup | None:
+def group_of(group: Any, groups: Mapping[str, FlightGroup]) -> FlightGroup | None:
     """Return the description of a group that was passed to a function; None for the default group."""
     c10d = sys.modules["torch.distributed.distributed_c10d"]
     if group is None:

@@ -27,7 +27,7 @@ from allranks._cluster.network import listen, nearest_first
 from allranks._trace.state import RankState
 from allranks._watch.arrivals import Arrivals
 
-__all__ = ["Announce", "Answer", "Collect", "Compare", "Inspect", "Peer", "Request", "Server", "ask"]
+__all__ = ["Announce", "Collect", "Compare", "InspectProcess", "Peer", "RankAnswer", "Request", "Server", "ask"]
 
 _BACKLOG = 128
 _LARGEST = 1 << 24  # bytes of a request or of an answer
@@ -72,7 +72,7 @@ class Collect(msgspec.Struct, frozen=True, tag=True):
     limit_s: float
 
 
-class Inspect(msgspec.Struct, frozen=True, tag=True):
+class InspectProcess(msgspec.Struct, frozen=True, tag=True):
     """Request to read the state of another process, which does not answer, from its host's kernel."""
 
     rank: int
@@ -89,10 +89,10 @@ class Compare(msgspec.Struct, frozen=True, tag=True):
     """Request for the times at which the rank began its collectives."""
 
 
-Request = Collect | Inspect | Announce | Compare
+Request = Collect | InspectProcess | Announce | Compare
 
 
-class Answer(msgspec.Struct, frozen=True):
+class RankAnswer(msgspec.Struct, frozen=True):
     """The state of a rank.
 
     Attributes:
@@ -112,7 +112,7 @@ class Answer(msgspec.Struct, frozen=True):
     arrivals: Arrivals | None = None
 
 
-class _Message(msgspec.Struct, frozen=True):
+class _AuthenticatedRequest(msgspec.Struct, frozen=True):
     token: bytes
     request: Request
 
@@ -131,11 +131,11 @@ class Server:
     """
 
     def __init__(
-        self, name: str, addresses: Sequence[str], token: bytes, respond: Callable[[Request], Answer | None]
+        self, name: str, addresses: Sequence[str], token: bytes, respond: Callable[[Request], RankAnswer | None]
     ) -> None:
         self._token = token
         self._respond = respond
-        self._decoder = msgspec.msgpack.Decoder(_Message)
+        self._decoder = msgspec.msgpack.Decoder(_AuthenticatedRequest)
         self._sockets = listen(addresses, 0, _BACKLOG)
         self.port: int = self._sockets[0].getsockname()[1] if self._sockets else 0
         self._sockets.append(Socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -184,12 +184,12 @@ def _read(connection: socket.socket) -> bytes:
     return bytes(data)
 
 
-class _Connection:
+class _PendingRequest:
     """One request: it tries the addresses of the peer one after the other."""
 
     def __init__(self, peer: Peer, request: bytes, here: bool) -> None:
         self.peer = peer
-        self.answer: Answer | None = None
+        self.answer: RankAnswer | None = None
         self.problem = "does not answer"
         self.sock: socket.socket | None = None
         self._request = request
@@ -232,7 +232,7 @@ class _Connection:
                 self._received += piece
                 return len(self._received) < _LARGEST
             if self._received:
-                self.answer = msgspec.msgpack.decode(self._received, type=Answer | None)
+                self.answer = msgspec.msgpack.decode(self._received, type=RankAnswer | None)
         except BlockingIOError:
             return True
         except OSError as error:
@@ -253,7 +253,7 @@ class _Connection:
 
 def ask(
     peers: Sequence[Peer], request: Request, token: bytes, machine: str, timeout_s: float
-) -> tuple[dict[int, Answer], dict[int, str]]:
+) -> tuple[dict[int, RankAnswer], dict[int, str]]:
     """Send a request to ranks.
 
     Args:
@@ -268,12 +268,12 @@ def ask(
         or ``does not answer``. The last one means that its host accepts connections for the process, but the process
         does not execute Python code: it is stopped, or a thread holds the GIL.
     """
-    message = msgspec.msgpack.encode(_Message(token, request))
-    answers: dict[int, Answer] = {}
+    message = msgspec.msgpack.encode(_AuthenticatedRequest(token, request))
+    answers: dict[int, RankAnswer] = {}
     problems: dict[int, str] = {}
     for first in range(0, len(peers), _AT_A_TIME):
         connections = [
-            _Connection(peer, message, peer.machine == machine) for peer in peers[first : first + _AT_A_TIME]
+            _PendingRequest(peer, message, peer.machine == machine) for peer in peers[first : first + _AT_A_TIME]
         ]
         _run(connections, time.monotonic() + timeout_s)
         for each in connections:
@@ -284,7 +284,7 @@ def ask(
     return answers, problems
 
 
-def _run(connections: Sequence[_Connection], until: float) -> None:
+def _run(connections: Sequence[_PendingRequest], until: float) -> None:
     with selectors.PollSelector() as selector:
         for each in connections:
             if each.begin():
@@ -305,6 +305,6 @@ def _run(connections: Sequence[_Connection], until: float) -> None:
             _socket(key.data).close()
 
 
-def _socket(connection: _Connection) -> socket.socket:
+def _socket(connection: _PendingRequest) -> socket.socket:
     assert connection.sock is not None
     return connection.sock

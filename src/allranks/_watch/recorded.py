@@ -15,7 +15,7 @@ from typing import Any
 from allranks._trace.stacks import Frame, place, torch_function
 from allranks._trace.state import CallState, GroupState
 
-__all__ = ["TorchCall", "TorchGroup", "group_states", "in_progress", "read_dump"]
+__all__ = ["FlightCall", "FlightGroup", "group_states", "in_progress", "read_dump"]
 
 _TYPES = {
     "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Half": "float16",
@@ -33,7 +33,7 @@ _VERBS = {
 
 
 @dataclass(frozen=True)
-class TorchGroup:
+class FlightGroup:
     """A process group of torch.
 
     Attributes:
@@ -50,7 +50,7 @@ class TorchGroup:
 
 
 @dataclass(frozen=True)
-class TorchCall:
+class FlightCall:
     """A collective or a message that torch has recorded.
 
     Attributes:
@@ -64,7 +64,7 @@ class TorchCall:
     on_device: str
 
 
-def read_dump(dump: Mapping[str, Any], groups: Mapping[str, TorchGroup], wall_ns: int, now: float) -> list[TorchCall]:
+def read_dump(dump: Mapping[str, Any], groups: Mapping[str, FlightGroup], wall_ns: int, now: float) -> list[FlightCall]:
     """Return the calls of known groups, oldest first.
 
     Args:
@@ -81,7 +81,7 @@ def read_dump(dump: Mapping[str, Any], groups: Mapping[str, TorchGroup], wall_ns
     return calls
 
 
-def _read_entry(entry: Mapping[str, Any], group: TorchGroup, wall_ns: int, now: float) -> TorchCall:
+def _read_entry(entry: Mapping[str, Any], group: FlightGroup, wall_ns: int, now: float) -> FlightCall:
     backend, _, words = entry["profiling_name"].partition(":")
     verb, _, direction = words.partition(" ")
     verb = _VERBS.get(verb, verb)
@@ -99,7 +99,7 @@ def _read_entry(entry: Mapping[str, Any], group: TorchGroup, wall_ns: int, now: 
     if message:
         title = f"{verb} {'to' if verb == 'send' else 'from'} rank {peer}"
     thread = str(entry.get("thread_id", ""))
-    return TorchCall(
+    return FlightCall(
         CallState(
             index=entry["record_id"],
             title=title,
@@ -125,12 +125,12 @@ def _read_entry(entry: Mapping[str, Any], group: TorchGroup, wall_ns: int, now: 
     )
 
 
-def in_progress(calls: Sequence[TorchCall]) -> list[TorchCall]:
+def in_progress(calls: Sequence[FlightCall]) -> list[FlightCall]:
     """Return the calls that have not ended."""
     return [call for call in calls if not call.state.ended]
 
 
-def group_states(calls: Sequence[TorchCall], groups: Mapping[str, TorchGroup]) -> list[GroupState]:
+def group_states(calls: Sequence[FlightCall], groups: Mapping[str, FlightGroup]) -> list[GroupState]:
     """Return for each group the number of the last collective that this rank has begun."""
     last: dict[tuple[str, tuple[int, ...]], int] = {}
     for call in calls:
@@ -152,7 +152,7 @@ def _elements(sizes: Sequence[Sequence[int]]) -> int:
     return total
 
 
-def _peer(verb: str, direction: str, group: TorchGroup) -> int:
+def _peer(verb: str, direction: str, group: FlightGroup) -> int:
     """Return the world rank of the other side from torch's description, such as ``0->1`` or ``1<-0``."""
     words = direction.replace("<-", "->").split("->")
     if len(words) != 2 or not words[1].isdecimal() or int(words[1]) >= len(group.ranks):

@@ -13,14 +13,14 @@ import msgspec
 
 from allranks._trace.diagnosis import Diagnosis, diagnose
 from allranks._trace.state import CREATION, RankState
-from allranks._watch.exchange import Answer, Peer
+from allranks._watch.exchange import Peer, RankAnswer
 
 __all__ = ["diagnose_answers", "report_lines", "write_report"]
 
 _SHORTEST = 0.5  # waits shorter than this share of the reporting rank's wait are not part of its hang
 
 
-def diagnose_answers(answers: Mapping[int, Answer], reporter: int, age_s: float) -> Diagnosis:
+def diagnose_answers(answers: Mapping[int, RankAnswer], reporter: int, age_s: float) -> Diagnosis:
     """Return the causes of the reporting rank's wait, without waits that have only just begun.
 
     Args:
@@ -44,7 +44,9 @@ def diagnose_answers(answers: Mapping[int, Answer], reporter: int, age_s: float)
     return replace(found, late=tuple(r for r in found.late if r not in found.states or not found.states[r].reads_stdin))
 
 
-def report_lines(found: Diagnosis, answers: Mapping[int, Answer], peers: Mapping[int, Peer], here: str) -> list[str]:
+def report_lines(
+    found: Diagnosis, answers: Mapping[int, RankAnswer], peers: Mapping[int, Peer], here: str
+) -> list[str]:
     """Return the lines of a report. Empty if no rank waits for another one.
 
     Args:
@@ -65,12 +67,12 @@ def report_lines(found: Diagnosis, answers: Mapping[int, Answer], peers: Mapping
     return lines
 
 
-def _problem(answer: Answer | None) -> str:
+def _problem(answer: RankAnswer | None) -> str:
     return answer.problem if answer is not None else ""
 
 
 def write_report(
-    lines: Sequence[str], answers: Mapping[int, Answer], native: Mapping[int, str], reporter: int, folder: str
+    lines: Sequence[str], answers: Mapping[int, RankAnswer], native: Mapping[int, str], reporter: int, folder: str
 ) -> Path:
     """Write the report, and the calls and stacks of all ranks, into a new file.
 

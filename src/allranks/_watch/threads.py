@@ -19,7 +19,7 @@ from typing import Any
 from allranks._trace.kernel import KernelWait, kernel_wait
 from allranks._trace.stacks import Frame, describe, is_own, place, torch_function
 
-__all__ = ["Place", "expression", "places", "render", "site"]
+__all__ = ["ThreadPlace", "expression", "places", "render", "site"]
 
 # Methods that wait for something else than a call of torch.distributed.
 _ELSEWHERE = frozenset((
@@ -31,7 +31,7 @@ _ROOTS = ("group_src", "src", "group_dst", "dst")
 
 
 @dataclass(frozen=True)
-class Place:
+class ThreadPlace:
     """Where a thread is.
 
     Attributes:
@@ -76,7 +76,7 @@ class Place:
         return (bool(method) and method[-1] in _ELSEWHERE) or self.kernel.call != "futex"
 
 
-def places() -> list[Place]:
+def places() -> list[ThreadPlace]:
     """Return the places of all threads that execute Python code, except those of allranks. The main thread is first."""
     main = threading.main_thread().ident
     known = {thread.ident: thread for thread in threading.enumerate()}
@@ -90,7 +90,7 @@ def places() -> list[Place]:
     return sorted(found, key=lambda each: not each.main)
 
 
-def _place(ident: int, name: str, main: bool, frame: FrameType, native: int) -> Place:
+def _place(ident: int, name: str, main: bool, frame: FrameType, native: int) -> ThreadPlace:
     chain = list(_chain(frame))
     frames = tuple(Frame(f.f_code.co_filename, str(f.f_lineno), f.f_code.co_name) for f in chain)
     function = torch_function(frames)
@@ -106,7 +106,7 @@ def _place(ident: int, name: str, main: bool, frame: FrameType, native: int) -> 
     text = expression(frame.f_code, frame.f_lasti)
     waited = frame.f_locals.get(text.partition(".")[0].strip()) if "." in text else None
     kernel = kernel_wait(os.getpid(), native) if native else KernelWait()
-    return Place(
+    return ThreadPlace(
         ident, name, main, frames, api, place(frames), peer, of_group, group, text, waited, kernel
     )  # fmt: skip
 
@@ -144,7 +144,7 @@ def site(code: CodeType, position: int) -> str:
     return describe(code.co_filename, site_line(code, position), code.co_name)
 
 
-def render(found: Sequence[Place]) -> list[str]:
+def render(found: Sequence[ThreadPlace]) -> list[str]:
     """Return the stacks as lines of text."""
     lines = []
     for each in found:

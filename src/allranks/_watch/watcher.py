@@ -31,9 +31,9 @@ from allranks._trace.notes import Notes
 from allranks._trace.offered_stacks import find_ranks, offer_stacks, stacks_of
 from allranks._trace.stacks import main_place, parse
 from allranks._trace.state import CallState, GroupState, RankState
-from allranks._watch.arrivals import Stragglers
+from allranks._watch.arrivals import ArrivalStats
 from allranks._watch.evidence import Evidence
-from allranks._watch.exchange import Announce, Answer, Collect, Compare, Inspect, Peer, Request, Server, ask
+from allranks._watch.exchange import Announce, Collect, Compare, InspectProcess, Peer, RankAnswer, Request, Server, ask
 from allranks._watch.report import diagnose_answers, report_lines, write_report
 
 __all__ = ["Watcher"]
@@ -98,7 +98,7 @@ class Watcher:
         self._began = self._reported_s = self._look_at = 0.0
         self._reported: set[tuple[object, ...]] = set()
         self._collecting = False
-        self._stragglers = Stragglers()
+        self._stragglers = ArrivalStats()
         self._notes = Notes()
         self._sample_at = time.monotonic() + _FIRST_SAMPLE_S
         self._sample_s = _FIRST_SAMPLE_S
@@ -281,7 +281,7 @@ class Watcher:
             with self._lock:
                 self._collecting = False
 
-    def _collect(self, call: CallState, limit_s: float) -> dict[int, Answer] | None:
+    def _collect(self, call: CallState, limit_s: float) -> dict[int, RankAnswer] | None:
         """Return the state of each other rank; None if a lower rank collects them, too."""
         self._read_peers(some=True)
         others = [peer for rank, peer in self._peers.items() if rank != self._rank]
@@ -295,7 +295,7 @@ class Watcher:
             answers |= {rank: self._search(rank, pids.get(rank, 0), call.group) for rank in missing}
         return answers
 
-    def _search(self, rank: int, pid: int, creation: str) -> Answer:
+    def _search(self, rank: int, pid: int, creation: str) -> RankAnswer:
         """Return the state of a rank that has not created its default group.
 
         Args:
@@ -305,7 +305,7 @@ class Watcher:
         """
         if not pid:
             state = RankState(rank, 0, "not visible from here", time.monotonic())
-            return Answer(state, problem=f"{_NOT_JOINED} or is not started")
+            return RankAnswer(state, problem=f"{_NOT_JOINED} or is not started")
         answer = inspect_process(Peer(rank, pid, _namespace(), "", self._machine, ""), _NOT_JOINED)
         if not any(
             frame.function == "init_process_group" for _, frames in parse(answer.stacks)[:1] for frame in frames
@@ -315,22 +315,24 @@ class Watcher:
         group = GroupState(creation, tuple(range(self._size)), "", 1, True)
         return msgspec.structs.replace(answer, state=msgspec.structs.replace(answer.state, groups=(group,)), problem="")
 
-    def _inspect(self, peer: Peer, problem: str, answers: Mapping[int, Answer]) -> Answer:
+    def _inspect(self, peer: Peer, problem: str, answers: Mapping[int, RankAnswer]) -> RankAnswer:
         """Return the state of a rank that does not answer, as far as its host knows it."""
         if peer.machine == self._machine:
             return inspect_process(peer, _explain(problem))
         neighbours = [each for each in self._peers.values() if each.machine == peer.machine and each.rank in answers]
-        found: dict[int, Answer] = {}
+        found: dict[int, RankAnswer] = {}
         if neighbours:
-            found, _ = ask(neighbours[:1], Inspect(peer.rank, peer.pid), self._token, self._machine, 2 * self._answer_s)
+            found, _ = ask(
+                neighbours[:1], InspectProcess(peer.rank, peer.pid), self._token, self._machine, 2 * self._answer_s
+            )
         if found:
             return msgspec.structs.replace(next(iter(found.values())), problem=_explain(problem))
         process = "gone" if problem == "has exited" else "not visible from here"
         if problem == "does not answer":
             problem = "does not answer, because it is stopped or a thread holds the GIL"
-        return Answer(RankState(peer.rank, peer.pid, process, time.monotonic()), problem=problem)
+        return RankAnswer(RankState(peer.rank, peer.pid, process, time.monotonic()), problem=problem)
 
-    def _respond(self, request: Request) -> Answer | None:
+    def _respond(self, request: Request) -> RankAnswer | None:
         if isinstance(request, Collect):
             with self._lock:
                 collecting = self._collecting
@@ -342,14 +344,14 @@ class Watcher:
             return answer
         if isinstance(request, Compare):
             return self.evidence.arrivals()
-        if isinstance(request, Inspect):
+        if isinstance(request, InspectProcess):
             peer = self._peers.get(request.rank)
             return None if peer is None else inspect_process(peer, "")
         sys.stderr.write(request.text)
         sys.stderr.flush()
         os._exit(IDLE)
 
-    def _print(self, answers: Mapping[int, Answer], age_s: float, limit_s: float, abort: bool) -> None:
+    def _print(self, answers: Mapping[int, RankAnswer], age_s: float, limit_s: float, abort: bool) -> None:
         found = diagnose_answers(answers, self._rank, age_s)
         lines = report_lines(found, answers, self._peers, self._machine)
         if abort and not lines:
@@ -397,14 +399,14 @@ def native_stacks(pid: int) -> str:
     return done.stdout
 
 
-def inspect_process(peer: Peer, problem: str) -> Answer:
+def inspect_process(peer: Peer, problem: str) -> RankAnswer:
     """Return the state of another process of this host from the kernel, with its stacks if it offers them."""
     if peer.namespace != _namespace():
-        return Answer(RankState(peer.rank, peer.pid, "not visible from here", time.monotonic()), problem=problem)
+        return RankAnswer(RankState(peer.rank, peer.pid, "not visible from here", time.monotonic()), problem=problem)
     process = process_state(peer.pid)
     stacks = "" if process in ("gone", "stopped") else stacks_of(peer.pid)
     state = RankState(peer.rank, peer.pid, process, time.monotonic(), kernel=kernel_wait(peer.pid))
-    return Answer(state, main_place(stacks), stacks, problem)
+    return RankAnswer(state, main_place(stacks), stacks, problem)
 
 
 def _explain(problem: str) -> str:

@@ -6,8 +6,10 @@ forked from.
 
 - ``cli``, ``torchrun``  command lines -> an exit code
 - ``call``        ``allranks.run``: a function instead of a command line
+- ``progress``    ``allranks.progress``: the progress of a function of ``allranks.run``
 - ``jobs``        the life of a job: its ranks are started, watched, stopped, blamed, restarted
 - ``runtime``     the loop of a round, and the interface of what runs ranks
+- ``policy``      state machines that decide what follows an event: signals, the cause, another round
 - ``arguments``   words -> ``Options``, of allranks and of torchrun; number of ranks of each host
 - ``agents``      starts and watches the ranks of other hosts, and connects to their agents
 - ``output``      bytes of many ranks -> one screen and many files

@@ -49,11 +49,6 @@ class Backups:
         self._layout = self._new_layout = b""  # of the backup rank, and of the current message
         self._protected_layout = self._new_protected_layout = b""
 
-    @property
-    def has_backups(self) -> bool:
-        """Whether a commit has followed an exchange, so that backups exist."""
-        return bool(self.ring)
-
     def exchange(self, world: ProcessGroup, own: Own) -> None:
         """Send this rank's values to its backup rank, and receive those of the protected rank.
 

@@ -72,11 +72,6 @@ class Learning:
 
         return hook
 
-    @property
-    def has_boundary(self) -> bool:
-        """Whether an optimizer has run."""
-        return self._boundary is not None
-
     def at_boundary(self, calls: int, variables: Mapping[str, Any]) -> None:
         """Record the state immediately before the first optimizer of the step runs.
 

@@ -7,9 +7,7 @@ connects the ranks, and `errors` contains the texts of failures.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import struct
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -22,18 +20,14 @@ from allranks import _core
 from allranks._base.errors import (
     AllranksError,
     JoinError,
-    MismatchError,
     NotInitializedError,
     UsageError,
-    rank_list,
 )
-from allranks._base.forks import Descriptor, Socket, forks, guard, refusal
+from allranks._base.forks import Socket, forks, guard, refusal
 from allranks._base.timeouts import seconds_of
-from allranks._call.bytes import bytes_of
 from allranks._call.callsite import NOWHERE, line_of, site, stack_hash, where
 from allranks._call.debug import DebugLevel, get_debug_level
 from allranks._call.futures import End
-from allranks._call.purpose import part_of
 from allranks._call.types import PremulSum, ReduceOp, Stats
 from allranks._call.work import Work
 from allranks._cluster.env import read_int
@@ -52,16 +46,15 @@ from allranks._engines.checks import (
     not_taken,
 )
 from allranks._engines.native.connect import (
-    OFFER_BYTES,
     GroupMemory,
     HostConnections,
-    SegmentExchange,
     confirm,
     connect,
 )
 from allranks._engines.native.errors import explain
+from allranks._engines.native.shared_memory import SharedMemory
 from allranks._engines.native.tuning import read_topology, read_tuning
-from allranks._engines.native.window import Allocation, NativeWindow, map_memory
+from allranks._engines.native.window import NativeWindow
 from allranks._engines.operands import Operands, OperandsWork
 from allranks._engines.spec import Exchange
 
@@ -92,10 +85,6 @@ _MANY_PENDING = 64
 # Keeps the texts of call sites by instruction, so that an asynchronous call does not format one (docs/decisions/126).
 _SITES = _core.Sites(line_of, NOWHERE, [])
 _GROUPS = 2  # stack frames above NativeEngine._begin: the group's method is the first one, and its caller is next
-
-_SIZE = struct.Struct("!Q")
-# Seconds, for ranks that are all present; ranks that give up earlier wait for the others in the next vote.
-_MEETING_S = 20.0
 
 # Bytes. The share of one pipe is limited to 16 KiB..2 MiB.
 # The pipes for send and recv, one to each other rank, share this number of bytes of a rank's segment.
@@ -333,7 +322,6 @@ class NativeEngine(Engine):
         operands.finish()
         return sender
 
-    # One vote only: hosts share no memory, so the block is ordinary memory of this rank.
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         code, operands = self._check(tensor, "recv"), _on_host("recv")
         work = operands.write(tensor)
@@ -342,102 +330,16 @@ class NativeEngine(Engine):
     # --- other methods of an engine ---
 
     def empty_shared(self, nbytes: int) -> Tensor:
-        if len(self.members) == 1:
-            return super().empty_shared(nbytes)
-        failure = f"{nbytes} bytes could not be allocated on every rank: "
-        if self._spans_hosts:
-            self._compare_sizes(self._vote("empty_shared", _SIZE.pack(nbytes), "", failure))
-            return super().empty_shared(nbytes)
-        # If one rank fails, all ranks still take part in both votes, so that all of them get the failure.
-        offer, refused = None, ""
-        try:
-            # At most half the timeout: ranks that failed earlier already wait in the next vote, with the whole timeout.
-            offer = SegmentExchange(Descriptor.of(lambda: _core.create_memory(nbytes))) if nbytes else None
-        except (OSError, _core.Failure) as error:
-            refused = self._in_words(error)
-        record = offer.record if offer else bytes(OFFER_BYTES)
-        rows = self._vote("empty_shared", _SIZE.pack(nbytes) + record, refused, failure)
-        self._compare_sizes(rows)
-        # Block 0 denotes private memory (docs/decisions/014), so the number must not be 0.
-        if offer is None:
-            # No fork while the descriptors have no owner: the child would inherit them.
-            return super().empty_shared(0)
-        records = [row[_SIZE.size :] for row in rows]
-        block = None
-        try:
-            with offer:
-                parts, sockets = offer.meet(self.rank, records, min(self.timeout_s / 2, _MEETING_S))
-            for socket in sockets:
-                if socket is not None:
-                    socket.close()
-            # Rank 0's name is random, and the same on all connected ranks, so it can identify the block.
-            with guard:
-                taken = [part.detach() for part in parts]
-                block = self.comm.share(int.from_bytes(records[0][:8], "big") | 1, nbytes, taken)
-        # This all_gather compares the calls of all ranks, so a rank that makes another call gets a mismatch error.
-        except (OSError, AllranksError, _core.Failure) as error:
-            refused = self._in_words(error)
-        self._vote("empty_shared", b"", refused, failure)
-        assert block is not None
-        memory = (ctypes.c_ubyte * nbytes).from_address(block.address)
-        memory.block = block  # type: ignore[attr-defined]  # the block lives as long as a tensor on it does
-        return torch.frombuffer(memory, dtype=torch.uint8)
-
-    def exchange_memory(
-        self, call: str, memory: Allocation | None, record: bytes, refused: str
-    ) -> list[tuple[bytes, Tensor | None]]:
-        """Map the memory of every rank of this host. Collective.
-
-        Args:
-            call: The user's call, in errors.
-            memory: The memory of this rank. None: it has none to share.
-            record: Further data for the other ranks, the same number of bytes on all ranks.
-            refused: Why this rank cannot take part. The call then fails on all ranks.
-
-        Returns:
-            By rank: its record and its memory. None: the rank is on another host, or has no memory to share.
-        """
-        # As in empty_shared: if one rank fails, all ranks take part in both votes.
-        offer, failure = None, refused
-        nbytes = memory.nbytes if memory is not None else 0
-        try:
-            # One byte stands for no memory, because the exchange is a collective of all ranks of the host.
-            offer = SegmentExchange(
-                Descriptor.of(lambda: os.dup(memory.memory.fileno()) if memory else _core.create_memory(1))
-            )
-        except (OSError, _core.Failure) as error:
-            failure = failure or f"the memory cannot be shared: {self._in_words(error)}"
-        mine = _SIZE.pack(nbytes) + (offer.record if offer else bytes(OFFER_BYTES)) + record
-        try:
-            rows = self._vote(call, mine, failure)
-        except BaseException:
-            if offer is not None:
-                with offer:  # closes the descriptors
-                    pass
-            raise
-        assert offer is not None
-        made: dict[int, Tensor | None] = {}
-        try:
-            with offer:
-                near = [r for r, host in enumerate(self._host_of) if host == self._host_of[self.rank]]
-                offers = [rows[r][_SIZE.size : _SIZE.size + OFFER_BYTES] for r in near]
-                parts, sockets = offer.meet(near.index(self.rank), offers, min(self.timeout_s / 2, _MEETING_S), near)
-            for socket in sockets:
-                if socket is not None:
-                    socket.close()
-            for r, part in zip(near, parts, strict=True):
-                size = _SIZE.unpack_from(rows[r])[0]
-                made[r] = map_memory(part, size)
-        except (OSError, AllranksError, _core.Failure) as error:
-            failure = f"the memory of another rank cannot be mapped: {self._in_words(error)}"
-        self._vote(call, b"", failure)
-        return [(row[_SIZE.size + OFFER_BYTES :], made.get(r)) for r, row in enumerate(rows)]
+        memory = None
+        if len(self.members) > 1:
+            memory = SharedMemory(self, self._host_of).empty_shared(nbytes)
+        return super().empty_shared(nbytes) if memory is None else memory
 
     def open_window(self) -> NativeWindow:
         self._windows += 1
-        return NativeWindow(
-            self, len(self.members), self._peers.windows if self._peers is not None else None, self._windows
-        )
+        memory = SharedMemory(self, self._host_of)
+        connections = self._peers.windows if self._peers is not None else None
+        return NativeWindow(self, memory, len(self.members), connections, self._windows)
 
     def check_open(self) -> None:
         """Raise if the group is closed, or belongs to the parent process."""
@@ -445,34 +347,6 @@ class NativeEngine(Engine):
             raise NotInitializedError(f"window: group '{self.group_name}' was destroyed.")
         if self.forks != forks():
             raise refusal(f"window on group '{self.group_name}': the group")
-
-    def _vote(self, call: str, record: bytes, refused: str, failure: str = "") -> list[bytes]:
-        """Return the records of all ranks, which also compare the call. Raise on every rank if any rank has failed.
-
-        ``failure``: the beginning of the error. ``refused``: why this rank has failed.
-        """
-        mine = bytes([not refused]) + record
-        rows = torch.empty(len(self.members), len(mine), dtype=torch.uint8, device="cpu")
-        with part_of(call):
-            self.all_gather(rows, torch.frombuffer(bytearray(mine), dtype=torch.uint8), False)
-        votes = [bytes_of(row) for row in rows]
-        if failed := [r for r, vote in enumerate(votes) if not vote[0]]:
-            reason = refused or f"see the error of {rank_list(failed)}"
-            raise AllranksError(
-                f"{call} on group '{self.group_name}' (rank {self.rank} of {len(self.members)}): {failure}{reason}"
-            )
-        return [vote[1:] for vote in votes]
-
-    def _compare_sizes(self, rows: Sequence[bytes]) -> None:
-        asked = [_SIZE.unpack_from(row)[0] for row in rows]
-        if len(set(asked)) > 1:
-            sizes = ", ".join(f"rank {r}: {n}" for r, n in enumerate(asked))
-            raise MismatchError(
-                f"empty_shared on group '{self.group_name}': the ranks requested different sizes (bytes): {sizes}"
-            )
-
-    def _in_words(self, error: Exception) -> str:
-        return str(self.explain(error, "empty_shared") if isinstance(error, _core.Failure) else error)
 
     def last_numbers(self) -> Sequence[int] | None:
         return [number for number, _ in self.comm.last_calls()]

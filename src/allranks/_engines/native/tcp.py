@@ -32,7 +32,7 @@ from allranks._base.forks import Descriptor, Socket, guard
 from allranks._base.system import reason, refusal
 from allranks._base.threads import Daemon
 from allranks._cluster.network import listen, nearest_first
-from allranks._engines.native.window import WindowConnections
+from allranks._engines.native.window_connections import WindowConnections
 from allranks._net.admission import Admission, UnprovedPeer
 from allranks._net.frames import FrameDecoder, TlsError, WireError, pack_frame
 from allranks._net.handshake import DECLINED, HANDSHAKE_FRAME, PROVED, ClientHandshake, Protocol, ServerHandshake

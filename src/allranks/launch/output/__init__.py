@@ -4,5 +4,6 @@
 - ``collapse``     the same line of many ranks -> one line (pure)
 - ``nonblocking``  one of this process's own descriptors, written without blocking
 - ``logs``         log files, including torchrun's layout
+- ``bar``          the progress bar of ``allranks.run``
 - ``screen``       this process's stdout and stderr, and the log files
 """

@@ -12,5 +12,6 @@
 - ``recording``  the memory in which a rank records its calls
 - ``rank_processes``  the processes of the ranks: their output, their state, signals to them
 - ``agent``      starts the ranks, restarts them, and reports their events
+- ``host_round``  the preparation and the start of a round, in the required order
 - ``template``   the process from which ranks are replaced
 """

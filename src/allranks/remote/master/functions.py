@@ -34,7 +34,7 @@ from allranks.remote.torch_device.call_site import here
 from allranks.remote.torch_device.devices import place_of
 from allranks.remote.torch_device.handle import DeviceTarget, Driver, Handle, make
 
-__all__ = ["Future", "RemoteFunction", "Watcher"]
+__all__ = ["Future", "FutureWaiter", "RemoteFunction"]
 
 _NAME = "remote function"
 
@@ -223,7 +223,7 @@ class _Waiters(list[Any]):
             future._watch()
 
 
-class Watcher:
+class FutureWaiter:
     """Waits for the answers of futures that have callbacks. One thread for each worker waits for them in order."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from allranks._base.forks import follow
 from allranks._trace import memory
 from allranks.remote.master.connections import Connections, exclusive, has_ended
 from allranks.remote.master.device_table import DeviceTable
-from allranks.remote.master.functions import RemoteFunction, Watcher
+from allranks.remote.master.functions import FutureWaiter, RemoteFunction
 from allranks.remote.master.groups import Group
 from allranks.remote.master.operator_cache import OperatorCache
 from allranks.remote.master.snapshots import Kept, SnapshotLost
@@ -47,7 +47,7 @@ class Master:
         self.devices = DeviceTable(self.connections, self)
         self.operators = OperatorCache(self.connections, self.devices)
         self.transfers = Transfers(self.connections, self.devices, self.operators)
-        self.watch = Watcher().watch
+        self.watch = FutureWaiter().watch
         self._losses = WorkerLossPolicy(self.connections, self.devices, self._admit)
         self._recorded_in: Path | None = None
         # Creates the record now, so that the master's waits are recorded from here on. If a file is requested, workers
