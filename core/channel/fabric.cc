@@ -38,7 +38,7 @@ constexpr size_t kInject = 1 << 10;  // above it, the copy of an injected messag
 constexpr uint64_t kTags = (uint64_t{1} << 48) - 1;  // the providers with the fewest bits in a tag have 48
 constexpr auto kTend = std::chrono::milliseconds(100);
 constexpr int kTries = 4;      // to prepare a sleep, before the thread sleeps for 1 ms only
-constexpr uint32_t kLook = 8;  // the socket is read in one of so many calls that find no message
+constexpr uint32_t kLook = 8;  // calls without a message for each read of the socket
 
 // Precedes the bytes of each message. A message without bytes returns credits.
 struct Header {

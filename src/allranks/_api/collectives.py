@@ -1006,11 +1006,11 @@ def barrier(
         one latency: each rank writes one cache line, which the other ranks read.
 
     Source:
-        each rank writes one cache line, which all ranks read. Dissemination (Hensgen, Finkel and Manber, "Two
-        Algorithms for Barrier Synchronization", 1988) needs log P latencies instead of one.
+        the alternative, dissemination (Hensgen, Finkel and Manber, "Two Algorithms for Barrier Synchronization",
+        1988), needs log P latencies instead of one.
 
     Example:
-        >>> dist.barrier(timeout=60)  # on each rank; a rank that does not come is named
+        >>> dist.barrier(timeout=60)  # on each rank; after 60 s, the error names the missing ranks
     """
     if group is not None and outside(group, "barrier"):
         return None

@@ -1,7 +1,7 @@
 """Collectives whose tensors may have another size on each rank, as functions.
 
 torch.distributed has none of them. The names are those of torchcomms, as far as it has them; MPI marks the same calls
-with v and w. What ``collectives`` says about all collectives holds here, too.
+with v and w. The rules in ``collectives`` apply here, too.
 """
 
 from __future__ import annotations

@@ -60,9 +60,9 @@ class Evidence:
             self._creations[name] = (ranks, began, 0)
 
     def longest_wait_s(self) -> float:
-        """Return the seconds that this rank may have waited. Cheap: call it about once per second.
+        """Return the seconds that this rank may have waited. 0 if no call is in progress.
 
-        Returns 0 if no call is in progress. A thread may have begun a call and be elsewhere; `answer` excludes that.
+        A thread may have begun a call and be elsewhere; `answer` excludes that. Cost: microseconds.
         """
         now = time.monotonic()
         status = _status()
