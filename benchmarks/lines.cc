@@ -1,13 +1,13 @@
-// Which lines of each other's memory the ranks of one call touch, on a machine that is described:
+// Counts the lines of other ranks' memory that each rank of a call touches, on a described machine:
 //
 //     lines VERB BYTES RANKS NODES CACHES_OF_NODE CPUS_OF_CACHE LEVELS_FROM
 //     lines bounce
 //
-// The ranks are threads here, one for each CPU of that machine. They run the core's own code, which believes them to be
-// bound there. Prints first the groups, as "group RANK RANK ...", and then "READER OWNER LINES" for each pair that has
-// any. Lines that are touched while a rank waits for long are not counted: it is then looking for whom to name. (So
-// each rank's least of several calls.) `bounce` prints how many ns a line takes from this machine's first CPU to its
-// second.
+// The ranks are threads here, one for each CPU of that machine. They run the core's own code, which treats them as
+// bound to those CPUs. Prints first the groups, as "group RANK RANK ...", and then "READER OWNER LINES" for each pair
+// with lines. A rank that waits for long touches further lines, to find the rank that it names. Such lines must not
+// count, so the minimum of several calls is used for each rank. `bounce` prints the ns in which a line moves from this
+// machine's first CPU to its second.
 #include "channel/lines.h"
 
 #include <sched.h>

@@ -42,7 +42,7 @@ STARTED = re.compile(r"hangs from (\d+\.\d+)")
 REPORT = re.compile(
     r"(have|has) waited \d+ s in |deadlock: |collective \d+ of the group|^ *(\[\w+\]:?)? *rank \d at \S+:\d+"
 )
-# What a report says of a process that cannot report its line.
+# What a report contains about a process that cannot report its line.
 STATES = {"stopped": "stopped"}
 
 
@@ -159,7 +159,7 @@ def _end(job: subprocess.Popen[bytes], kind: str, port: int) -> None:
     mine = [pid for pid in _with_environment(f"MASTER_PORT={port}") if pid != os.getpid()]
     ranks = [pid for pid in mine if not _name(pid).startswith("srun")]
     _kill(ranks)
-    # SLURM frees the nodes when srun sees the ranks end. The ranks of a killed srun keep them for a minute.
+    # SLURM frees the nodes when srun detects the exit of the ranks. The ranks of a killed srun keep them for a minute.
     with suppress(subprocess.TimeoutExpired):
         job.wait(5 if "srun" in job.args else 0)
     _kill([job.pid, *mine])

@@ -82,7 +82,7 @@ def main():
     inputs.mkdir(parents=True, exist_ok=True)
     mine = inputs / f"{os.environ['RANK']}.json"
     mine.write_text(json.dumps(CONFIGURATION))
-    mine.replace(inputs / "ci.json")  # at once, because the ranks share the folder
+    mine.replace(inputs / "ci.json")  # in one step, because the ranks share the folder
     os.chdir(folder)
     # HydraGNN reads its rank from the variables of Open MPI or SLURM.
     os.environ |= {"OMPI_COMM_WORLD_RANK": os.environ["RANK"], "OMPI_COMM_WORLD_SIZE": os.environ["WORLD_SIZE"]}

@@ -12,7 +12,7 @@ namespace allranks {
 // All zero at first. It fills a cache line, because the counters of other processes lie beside it.
 struct alignas(64) SignalCounter {
   std::atomic<uint32_t> count;     // a futex word
-  std::atomic<uint32_t> sleepers;  // threads in futex_wait. A killed process leaves its own: then a wake-up is in vain.
+  std::atomic<uint32_t> sleepers;  // threads in futex_wait. A killed one stays counted, so a wake-up may reach none.
 
   // Add 1. A thread that sees the addition also sees all earlier writes of this thread.
   void add() {

@@ -64,7 +64,7 @@ class Fabric {
   int sleep_ms(int most_ms);
   uint64_t completions() const { return completions_.load(std::memory_order_relaxed); }  // since the beginning
   int wait_fd() const { return wait_fd_; }  // -1: the provider has no descriptor to wait for
-  // Return whether a message may arrive without waking a thread that sleeps. The thread must then look regularly.
+  // Return whether a message may arrive without waking a thread that sleeps. The thread must then check regularly.
   bool blind() const { return blind_.load(std::memory_order_relaxed); }
 
  private:
@@ -78,7 +78,7 @@ class Fabric {
   std::string provider_;
   std::string address_;
   int wait_fd_ = -1;
-  std::mutex lock_;  // protects the endpoint and its links: providers are not asked to be thread-safe
+  std::mutex lock_;  // protects the endpoint and its links: providers need not be thread-safe
   std::vector<std::unique_ptr<FabricLink>> links_;
   std::atomic<uint64_t> progress_calls_ = 0;  // calls of progress()
   std::atomic<uint64_t> completions_ = 0;

@@ -588,7 +588,7 @@ void Net::turn() {
     }
   }
   const size_t before_messages = polled.size();
-  bool blind = false;  // the rank itself looks regularly for messages
+  bool blind = false;  // the rank itself checks regularly for messages
   if (watching) {
     for (const int r : others_) {
       const Stream& stream = peer(r).message_stream;

@@ -16,6 +16,7 @@ from allranks._cluster.context import LaunchContext as Here
 from allranks._cluster.context import with_domain
 from allranks._cluster.detection import CHOICES, command_for, detect, read_hosts
 from allranks._cluster.hostlist import Slots
+from allranks._cluster.schedulers.ssh import SSH
 
 Env = dict[str, str]
 
@@ -317,10 +318,10 @@ def test_detection_explains_its_clues() -> None:
         ({"RANK": "1"}, "WORLD_SIZE is not set, but RANK=1 is"),
         ({"PET_NODE_RANK": "1"}, "PET_NNODES is not set"),
         ({"SM_HOSTS": "[]"}, "SM_CURRENT_HOST is not set"),
-        ({"SM_HOSTS": "algo-1", "SM_CURRENT_HOST": "algo-1"}, "Expected a JSON list of hosts"),
+        ({"SM_HOSTS": "algo-1", "SM_CURRENT_HOST": "algo-1"}, "expected a JSON list of hosts"),
         ({"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "b"}, "that contains this host"),
-        (OPENMPI | {"OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK='4': Expected a whole number, in 0..3"),
-        (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "x"}, "OMPI_COMM_WORLD_SIZE='x': Expected a whole number, 1 or more"),
+        (OPENMPI | {"OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK='4': expected a whole number, in 0..3"),
+        (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "x"}, "OMPI_COMM_WORLD_SIZE='x': expected a whole number, 1 or more"),
         (STEP | {"SLURM_STEP_NODELIST": "node[1-"}, "SLURM_STEP_NODELIST='node[1-' is not a list of hosts"),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_TASKS_PER_NODE": "2(x2)"}, "contradict each other"),
     ],
@@ -375,6 +376,20 @@ def test_remote_command_is_used_only_if_installed(tmp_path: Path, monkeypatch: p
     (tmp_path / "pbsdsh").write_text("#!/bin/sh\n")
     (tmp_path / "pbsdsh").chmod(0o755)
     assert command_for(place).name == "pbsdsh"
+
+
+@pytest.mark.parametrize(
+    ("stderr", "hint"),
+    [
+        ("me@node7: Permission denied (publickey).", "ssh-copy-id node7"),
+        ("Host key verification failed.", "connect once manually: ssh node7"),
+        ("ssh: Could not resolve hostname node7: Name or service not known", "check the name: getent hosts node7"),
+    ],
+)
+def test_error_of_ssh_is_explained(stderr: str, hint: str) -> None:
+    assert SSH.explain("node7", 255, stderr).startswith(f"ssh cannot connect: {stderr} (")
+    assert hint in SSH.explain("node7", 255, stderr)
+    assert SSH.explain("node7", 1, stderr) == ""  # the exit code of the agent
 
 
 def test_domain_of_this_host_is_added_to_short_names() -> None:

@@ -238,7 +238,7 @@ _CRASH = "#include <stdlib.h>\n__attribute__((constructor)) void crash(void) { a
     ("source", "trouble"),
     [
         (_OLD, "libfabric cannot be loaded: {library}: it has version 1.10, and 1.17 is needed"),
-        (_CRASH, "its test ended with signal 6"),
+        (_CRASH, "its test was killed by signal 6"),
         ("int nothing;", "libfabric cannot be loaded: {library}: no symbol fi_getinfo@FABRIC_1.3"),
         (None, "libfabric cannot be loaded: {library}: cannot open shared object file: No such file or directory"),
     ],

@@ -157,7 +157,7 @@ def test_different_backends_are_a_mismatch_that_names_the_ranks() -> None:
 
 
 def test_gloo_connects_ranks_of_different_hosts() -> None:
-    """Make the ranks believe that they run on different hosts. Their store then uses TCP with a secret."""
+    """Give each rank the identity of another host. Their store then uses TCP with a secret."""
 
     def body() -> float:
         from allranks._rendezvous import rendezvous

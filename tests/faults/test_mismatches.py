@@ -81,6 +81,7 @@ def test_mismatched_collective_raises_with_calls_ranks_and_call_sites(name: str)
             for rank in range(3):
                 line = call.__code__.co_firstlineno + (call is barrier)
                 assert re.search(rf"rank {rank} at .*test_mismatches.py:{line}\b", text), text
+            assert re.search(r"\n  (Pass|Make) the same .*$", text), text  # the next step
 
 
 @pytest.mark.parametrize("count", [3, 5])

@@ -1,4 +1,4 @@
-"""Two jobs at once on one host, in containers that share its network or /dev/shm: they must not use each other's names.
+"""Two simultaneous jobs on one host, in containers that share its network or /dev/shm: their names must differ.
 
 A container is a PID namespace, so the processes of both jobs have equal PIDs. Each rank waits until the ranks of both
 jobs have a group, so that the groups of both exist at the same time.
@@ -76,7 +76,7 @@ UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 
 
 def two_ports() -> tuple[str, str]:
-    """Return two free ports. Both are bound at once, so they differ."""
+    """Return two free ports. Both are bound at the same time, so they differ."""
     with socket.socket() as one, socket.socket() as other:
         for probe in (one, other):
             probe.bind(("127.0.0.1", 0))

@@ -15,7 +15,7 @@ RESULTS = sorted((ROOT / "benchmarks").glob("*.json"))
 FIGURE = re.compile(r"\d ?(?:ns|us|µs|ms|GB/s|MB/s|GiB/s)\b|\d\.\d+x\b")
 # A link to generated figures or to a decision record, or the file of a benchmark.
 SOURCE = re.compile(r"#small-calls|performance\.md|#time-and-memory|#what-a-loss-costs|decisions/|benchmarks/")
-# Figures of the design, which nobody measured: intervals, limits and goals.
+# Figures of the design, which are not measured: intervals, limits and goals.
 CONSTANTS = {
     "docs/hangs.md": ("less than 2 ms",),
     "docs/performance.md": ("starts it within about 0.1 ms",),

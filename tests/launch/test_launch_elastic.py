@@ -377,4 +377,4 @@ time.sleep(30)
     assert ranks == ["0", "1"]
     assert first == f"rank {first[5]} (pid N) was killed by SIGKILL; restarted (1 of 3)"
     assert said == f"no remaining rank has the state of the program; rank {first[5]} cannot continue"
-    assert last == f"rank {last[5]} (pid N) was killed by SIGKILL (often the kernel, out of memory)"
+    assert last == f"rank {last[5]} (pid N) was killed by SIGKILL (often the kernel, out of memory: check dmesg)"

@@ -49,7 +49,8 @@ def test_killed_rank_is_named(launcher: Launcher) -> None:
     assert code == 137
     assert len(err) == 1
     assert re.fullmatch(
-        r"allranks run: rank 1 \(pid \d+\) was killed by SIGKILL \(often the kernel, out of memory\)", err[0]
+        r"allranks run: rank 1 \(pid \d+\) was killed by SIGKILL \(often the kernel, out of memory: check dmesg\)",
+        err[0],
     )
 
 

@@ -130,7 +130,7 @@ def test_failure_is_reported_after_all_collapsed_lines(launcher: Launcher) -> No
     )
     assert done.returncode == 137
     lines = done.stdout.decode().splitlines()
-    assert lines[-1].endswith("was killed by SIGKILL (often the kernel, out of memory)")
+    assert lines[-1].endswith("was killed by SIGKILL (often the kernel, out of memory: check dmesg)")
     assert "[1] last" in lines[:-1]
     assert sum("1] same" in line for line in lines[:-1]) == 1
 

@@ -145,6 +145,7 @@ BAD = {
     "module and command": (["-m", "--", "ls"], "are mutually exclusive"),
     "missing script": (["nowhere.py"], "cannot find script 'nowhere.py'"),
     "command without dashes": (["ls"], "put -- before it: `-- ls`."),
+    "command with arguments": (["ls", "-l", "my file"], "put -- before it: `-- ls -l 'my file'`."),
     "directory": (["folder"], "'folder' is a directory"),
     "no file": (["/dev/null"], "'/dev/null' is not a regular file"),
     "program": ([os.path.realpath(sys.executable)], "is a program, not a python script"),

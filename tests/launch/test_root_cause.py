@@ -95,7 +95,7 @@ def test_failure_message_contains_hidden_output() -> None:
 
 def test_failure_message_suggests_a_reason_for_sigkill() -> None:
     failure = Failure(0, 1, -signal.SIGKILL, 0.0)
-    said = b"allranks run: rank 0 (pid 1) was killed by SIGKILL (often the kernel, out of memory)"
+    said = b"allranks run: rank 0 (pid 1) was killed by SIGKILL (often the kernel, out of memory: check dmesg)"
     assert describe_failure(failure, [failure], [], Reporter()) == said
     assert b"memory" not in describe_failure(Failure(0, 1, -signal.SIGTERM, 0.0), [], [], Reporter())
 

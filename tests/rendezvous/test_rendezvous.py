@@ -301,6 +301,13 @@ def test_error_names_unreachable_server_if_rank_0_never_starts(port: int, tmp_pa
     assert_missing(told[2], "unix:@allranks-nobody did not answer for 0.5 s (last: connection refused)", 0.5)
 
 
+def test_error_about_an_unreachable_server_has_only_the_system_error_as_cause(port: int) -> None:
+    with pytest.raises(JoinError, match="last: connection refused") as caught:
+        join(f"tcp://localhost:{port}", rank=1, world_size=2, timeout_s=0.2, environ={"ALLRANKS_SECRET": SECRET})
+    assert isinstance(caught.value.__cause__, ConnectionRefusedError)
+    assert caught.value.__cause__.__cause__ is None
+
+
 def test_death_of_rank_0_is_reported_promptly_to_waiting_ranks(port: int, tmp_path: Path) -> None:
     path = tmp_path / "meet"
     for url in (f"tcp://localhost:{port}", f"file://{path}"):

@@ -1,4 +1,4 @@
-"""Store server in another process under all hostile clients of ``reliability.md``: runs, stays small and serves."""
+"""Store server in another process under hostile clients: it continues to run and to serve, in little memory."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_env_command_works_without_torch(tmp_path: Path, environ: dict[str, str]
         assert report["program"]["rank"] == 2
         assert report["program"]["hosts"][0] == {"name": "node1", "count": 2}
     else:
-        assert "SLURM_PROCID='9': Expected a whole number, in 0..2" in report["trouble"][0]
+        assert "SLURM_PROCID='9': expected a whole number, in 0..2" in report["trouble"][0]
 
 
 def test_unknown_override_lists_choices(capsys: pytest.CaptureFixture[str]) -> None:

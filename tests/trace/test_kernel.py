@@ -1,4 +1,4 @@
-"""What /proc tells of other processes of this host."""
+"""What /proc reports about other processes of this host."""
 
 from __future__ import annotations
 

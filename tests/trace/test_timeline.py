@@ -118,7 +118,7 @@ def test_unfinished_call_is_drawn_to_the_end():
     found = build([process(rank, rank, there[rank]) for rank in range(2)])
     hung = found.slices[0]
     assert (hung.ended, hung.end, hung.waited_until) == (False, 5 * MS, 5 * MS)
-    assert chrome.slice_arguments(hung)["outcome"] == "had not ended"
+    assert chrome.slice_arguments(hung)["outcome"] == "not finished"
 
 
 def test_restarted_rank_gets_separate_rows():
@@ -208,8 +208,8 @@ def test_timeline_command_writes_all_formats(command, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     summary = json.loads(done.stdout)
     assert (summary["ranks"], summary["calls"], summary["calls that are missing"]) == (2, 12, 0)
-    assert summary["came last"][0]["rank"] == 1
-    assert 60 < summary["came last"][0]["others waited (ms)"] < 1e3 * PROMPT_S
+    assert summary["arrived last"][0]["rank"] == 1
+    assert 60 < summary["arrived last"][0]["others waited (ms)"] < 1e3 * PROMPT_S
     whole = json.loads((tmp_path / "a.json").read_text())
     assert whole["otherData"] == summary
     assert whole == json.loads(gzip.decompress((tmp_path / "b.json.gz").read_bytes()))
@@ -255,7 +255,7 @@ def test_timeline_of_hanging_job_shows_open_call(tmp_path):
     assert job.returncode == 128 + signal.SIGTERM
     (hung,) = (e for e in json.loads((tmp_path / "out.json").read_text())["traceEvents"] if e["name"] == "barrier #6")
     assert hung["dur"] > 1e6
-    assert hung["args"]["outcome"] == "had not ended"
+    assert hung["args"]["outcome"] == "not finished"
     assert not folder.exists()
 
 
@@ -343,7 +343,7 @@ def test_page_works_in_a_browser(tmp_path):
     assert title.startswith(
         "true|true|1|all_reduce #1rank 0 (node0)\nat 0 ns, took 5 ms\nwaited 1 ms for other ranks\n"
     )
-    assert "came last: rank 1" in title
+    assert "arrived last: rank 1" in title
 
 
 def test_torch_profile_is_merged(command, tmp_path):

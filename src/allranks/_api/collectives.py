@@ -194,7 +194,7 @@ def reduce(
     if group is not None and outside(group, "reduce"):
         return None
     resolved = resolve_group(group)
-    return resolved.reduce(tensor, root_of(resolved, dst, group_dst, "dst"), op, async_op)
+    return resolved.reduce(tensor, root_of("reduce", resolved, dst, group_dst, "dst"), op, async_op)
 
 
 @overload
@@ -257,7 +257,7 @@ def broadcast(
     if group is not None and outside(group, "broadcast"):
         return None
     resolved = resolve_group(group)
-    return resolved.broadcast(tensor, root_of(resolved, src, group_src, "src"), async_op)
+    return resolved.broadcast(tensor, root_of("broadcast", resolved, src, group_src, "src"), async_op)
 
 
 @overload
@@ -309,7 +309,7 @@ def all_gather(
     """
     if group is not None and outside(group, "all_gather"):
         return None
-    return resolve_group(group).all_gather(list_of(tensor_list, "tensor_list"), tensor, async_op)
+    return resolve_group(group).all_gather(list_of("all_gather", tensor_list, "tensor_list"), tensor, async_op)
 
 
 @overload
@@ -463,8 +463,8 @@ def gather(
     if group is not None and outside(group, "gather"):
         return None
     resolved = resolve_group(group)
-    outputs = list_of(gather_list, "gather_list") if gather_list else None
-    return resolved.gather(tensor, outputs, root_of(resolved, dst, group_dst, "dst", default=0), async_op)
+    outputs = list_of("gather", gather_list, "gather_list") if gather_list else None
+    return resolved.gather(tensor, outputs, root_of("gather", resolved, dst, group_dst, "dst", default=0), async_op)
 
 
 @overload
@@ -544,7 +544,9 @@ def gather_single(
                 f" of {size} x {tensor.numel()} elements"
             )
         outputs = list(gather_tensor.view(size, *tensor.shape))
-    return resolved.gather(tensor, outputs, root_of(resolved, dst, group_dst, "dst", default=0), async_op)
+    return resolved.gather(
+        tensor, outputs, root_of("gather_single", resolved, dst, group_dst, "dst", default=0), async_op
+    )
 
 
 @overload
@@ -674,8 +676,8 @@ def scatter(
     if group is not None and outside(group, "scatter"):
         return None
     resolved = resolve_group(group)
-    inputs = list_of(scatter_list, "scatter_list") if scatter_list else None
-    return resolved.scatter(tensor, inputs, root_of(resolved, src, group_src, "src", default=0), async_op)
+    inputs = list_of("scatter", scatter_list, "scatter_list") if scatter_list else None
+    return resolved.scatter(tensor, inputs, root_of("scatter", resolved, src, group_src, "src", default=0), async_op)
 
 
 @overload
@@ -730,7 +732,9 @@ def reduce_scatter(
     """
     if group is not None and outside(group, "reduce_scatter"):
         return None
-    return resolve_group(group).reduce_scatter(output, list_of(input_list, "input_list"), op, async_op)
+    return resolve_group(group).reduce_scatter(
+        output, list_of("reduce_scatter", input_list, "input_list"), op, async_op
+    )
 
 
 @overload
@@ -882,7 +886,10 @@ def all_to_all(
     """
     if group is not None and outside(group, "all_to_all"):
         return None
-    outputs, inputs = list_of(output_tensor_list, "output_tensor_list"), list_of(input_tensor_list, "input_tensor_list")
+    outputs, inputs = (
+        list_of("all_to_all", output_tensor_list, "output_tensor_list"),
+        list_of("all_to_all", input_tensor_list, "input_tensor_list"),
+    )
     return resolve_group(group).all_to_all(outputs, inputs, async_op)
 
 
@@ -1006,11 +1013,11 @@ def barrier(
         one latency: each rank writes one cache line, which the other ranks read.
 
     Source:
-        each rank writes one cache line, which all ranks read. Dissemination (Hensgen, Finkel and Manber, "Two
-        Algorithms for Barrier Synchronization", 1988) needs log P latencies instead of one.
+        the alternative, dissemination (Hensgen, Finkel and Manber, "Two Algorithms for Barrier Synchronization",
+        1988), needs log P latencies instead of one.
 
     Example:
-        >>> dist.barrier(timeout=60)  # on each rank; a rank that does not come is named
+        >>> dist.barrier(timeout=60)  # on each rank; after 60 s, the error names the missing ranks
     """
     if group is not None and outside(group, "barrier"):
         return None
@@ -1092,7 +1099,7 @@ def send(
     if group is not None and outside(group, "send"):
         return
     resolved = resolve_group(group)
-    resolved.send(tensor, root_of(resolved, dst, group_dst, "dst"), tag)
+    resolved.send(tensor, root_of("send", resolved, dst, group_dst, "dst"), tag)
 
 
 def recv(
@@ -1127,7 +1134,7 @@ def recv(
     if group is not None and outside(group, "recv"):
         return -1
     resolved = resolve_group(group)
-    return resolved.ranks[resolved.recv(tensor, source_of(resolved, src, group_src), tag)]
+    return resolved.ranks[resolved.recv(tensor, source_of("recv", resolved, src, group_src), tag)]
 
 
 def isend(
@@ -1161,7 +1168,7 @@ def isend(
     if group is not None and outside(group, "isend"):
         return None  # type: ignore[return-value]  # type checkers assume that this rank is in the group
     resolved = resolve_group(group)
-    return resolved.isend(tensor, root_of(resolved, dst, group_dst, "dst"), tag)
+    return resolved.isend(tensor, root_of("isend", resolved, dst, group_dst, "dst"), tag)
 
 
 def irecv(
@@ -1204,7 +1211,7 @@ def irecv(
     if group is not None and outside(group, "irecv"):
         return None  # type: ignore[return-value]  # type checkers assume that this rank is in the group
     resolved = resolve_group(group)
-    return resolved.irecv(tensor, source_of(resolved, src, group_src), tag)
+    return resolved.irecv(tensor, source_of("irecv", resolved, src, group_src), tag)
 
 
 class P2POp:
@@ -1234,7 +1241,7 @@ class P2POp:
         self.op = op
         self.tensor = tensor
         self.group = resolved
-        self.group_peer = root_of(resolved, peer, group_peer, "peer")
+        self.group_peer = root_of("P2POp", resolved, peer, group_peer, "peer")
         self.peer = resolved.ranks[self.group_peer]
         self.tag = tag
 
@@ -1326,7 +1333,7 @@ def all_reduce_coalesced(
     if group is not None and outside(group, "all_reduce_coalesced"):
         return None
     resolved = resolve_group(group)
-    check_apart("all_reduce_coalesced", list_of(tensors, "tensors"))
+    check_apart("all_reduce_coalesced", list_of("all_reduce_coalesced", tensors, "tensors"))
     return _together([resolved.all_reduce(t, op, True) for t in tensors], async_op)
 
 
@@ -1380,7 +1387,7 @@ def all_gather_coalesced(
     if group is not None and outside(group, "all_gather_coalesced"):
         return None
     resolved = resolve_group(group)
-    inputs = list_of(input_tensor_list, "input_tensor_list")
+    inputs = list_of("all_gather_coalesced", input_tensor_list, "input_tensor_list")
     for rank, outputs in enumerate(output_tensor_lists):
         if len(outputs) != len(inputs):
             raise UsageError(
@@ -1412,7 +1419,12 @@ def outside(group: ProcessGroup | int | None, verb: str) -> bool:
 
 
 def root_of(
-    group: ProcessGroup, world_rank: int | None, group_rank: int | None, what: str, default: int | None = None
+    verb: str,
+    group: ProcessGroup,
+    world_rank: int | None,
+    group_rank: int | None,
+    what: str,
+    default: int | None = None,
 ) -> int:
     """Return the rank in the group that a rank of the world or of the group denotes.
 
@@ -1424,38 +1436,38 @@ def root_of(
         return world_rank
     if group_rank is not None:
         if world_rank is not None:
-            raise UsageError(f"pass either {what} or group_{what}, not both")
+            raise UsageError(f"{verb}: pass either {what} or group_{what}, not both")
         return group_rank
     if world_rank is None:
         if default is None:
-            raise UsageError(f"{what} or group_{what} must be passed")
+            raise UsageError(f"{verb}: {what} or group_{what} must be passed")
         world_rank = default
     if group is not resolve_group(None):
         number = integer_of(world_rank)
         if number is None:
-            raise TypeError(f"{what} must be a rank, not {type(world_rank).__name__}")
+            raise TypeError(f"{verb}: {what} must be a rank, not {type(world_rank).__name__}")
         if number not in group.ranks:
             raise UsageError(
-                f"{what}={number}, a rank of the world, is not in group '{group.name}':"
+                f"{verb}: {what}={number}, a rank of the world, is not in group '{group.name}':"
                 f" expected one of {rank_list(group.ranks)}"
             )
         return group.ranks.index(number)
     return world_rank
 
 
-def source_of(group: ProcessGroup, src: int | None, group_src: int | None) -> int | None:
+def source_of(verb: str, group: ProcessGroup, src: int | None, group_src: int | None) -> int | None:
     """Return the sending rank in the group, or None for any rank."""
-    return None if src is None and group_src is None else root_of(group, src, group_src, "src")
+    return None if src is None and group_src is None else root_of(verb, group, src, group_src, "src")
 
 
-def list_of(tensors: Sequence[Tensor], what: str) -> Sequence[Tensor]:
+def list_of(verb: str, tensors: Sequence[Tensor], what: str) -> Sequence[Tensor]:
     """Return the argument if it is a list.
 
     Raises:
         TypeError: It is not a list.
     """
     if not isinstance(tensors, (list, tuple)):
-        raise TypeError(f"{what}: expected a list of tensors, not {type(tensors).__name__}")
+        raise TypeError(f"{verb}: {what}: expected a list of tensors, not {type(tensors).__name__}")
     return tensors
 
 

@@ -115,7 +115,7 @@ def new_group(
         1 [0]
     """
     world = resolve_group(None)
-    members = _checked(range(world.size()) if ranks is None else ranks, world.size(), "ranks")
+    members = _checked(range(world.size()) if ranks is None else ranks, world.size(), "new_group: ranks")
     if sort_ranks:
         # As in torch: the numbering then does not depend on the order in which a rank lists the members.
         members = sorted(members)
@@ -167,7 +167,7 @@ def split_group(
         raise UsageError(f"split_group: split_ranks must name at least one part, not {split_ranks!r}")
     if pg_options is not None:
         raise UsageError(f"split_group: pg_options {pg_options!r} is not supported.\n  Omit pg_options.")
-    parts = [_checked(part, parent.size(), "split_ranks") for part in split_ranks]
+    parts = [_checked(part, parent.size(), "split_group: split_ranks") for part in split_ranks]
     together = [rank for part in parts for rank in part]
     if twice := _repeated(together):
         raise UsageError(f"split_group: {twice} in more than one part.\n  Assign each rank to one part.")
@@ -498,7 +498,7 @@ def _make(
     _made += 1
     timeout_s = parent.timeout_s if timeout is None else seconds_of(timeout)
     if timeout_s <= 0:
-        raise UsageError(f"timeout must be positive, not {timeout!r}")
+        raise UsageError(f"new group on '{parent.name}': timeout must be positive, not {timeout!r}")
     # The exchange compares it, so ranks that request different groups get an error instead of a hang.
     digest = hashlib.sha256(repr((parts, engine_name)).encode()).digest()[:_DIGEST_BYTES]
     me = parent.ranks[parent.rank()]

@@ -152,7 +152,7 @@ def reduce_multigpu(
     if outside(group, "reduce_multigpu"):
         return None
     ours, resolved = _alike(tensor_list, "reduce_multigpu", dst_tensor), resolve_group(group)
-    root = root_of(resolved, dst, None, "dst")
+    root = root_of("reduce_multigpu", resolved, dst, None, "dst")
     between, combined = _combined(ours, op, "reduce_multigpu")
     work = resolved.reduce(_counted(combined, ours), root, between, True)
 
@@ -209,7 +209,7 @@ def broadcast_multigpu(
     ours, resolved = _alike(tensor_list, "broadcast_multigpu", src_tensor), resolve_group(group)
     check_apart("broadcast_multigpu", different(ours))
     first = ours[src_tensor]
-    work = resolved.broadcast(first, root_of(resolved, src, None, "src"), True)
+    work = resolved.broadcast(first, root_of("broadcast_multigpu", resolved, src, None, "src"), True)
 
     def spread() -> None:
         for tensor in ours:

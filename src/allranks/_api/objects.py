@@ -117,7 +117,7 @@ def gather_object(
     if outside(group, "gather_object"):
         return
     resolved = resolve_group(group)
-    root = root_of(resolved, dst, group_dst, "dst", default=0)
+    root = root_of("gather_object", resolved, dst, group_dst, "dst", default=0)
     here = resolved.rank() == root
     if here != bool(object_gather_list):
         raise UsageError(
@@ -175,7 +175,7 @@ def broadcast_object_list(
         return
     _check_list(object_list, "object_list")
     resolved = resolve_group(group)
-    root = root_of(resolved, src, group_src, "src", default=0)
+    root = root_of("broadcast_object_list", resolved, src, group_src, "src", default=0)
     here = resolved.rank() == root
     nothing = torch.empty(0, dtype=torch.uint8, device=resolved.device)
     packed = _pack(list(object_list), resolved, weights_only) if here else nothing
@@ -227,7 +227,7 @@ def scatter_object_list(
         return
     _check_list(scatter_object_output_list, "scatter_object_output_list")
     resolved = resolve_group(group)
-    root = root_of(resolved, src, group_src, "src", default=0)
+    root = root_of("scatter_object_list", resolved, src, group_src, "src", default=0)
     pieces: list[Tensor] | None = None
     lengths = torch.zeros(resolved.size(), dtype=torch.int64, device=resolved.device)
     if resolved.rank() == root:
@@ -286,7 +286,7 @@ def send_object_list(
         return
     _check_list(object_list, "object_list")
     resolved = resolve_group(group)
-    to = root_of(resolved, dst, group_dst, "dst")
+    to = root_of("send_object_list", resolved, dst, group_dst, "dst")
     packed = _pack(list(object_list), resolved, weights_only)
     resolved.send(torch.tensor([packed.numel(), len(object_list)], device="cpu").to(resolved.device), to)
     resolved.send(packed, to)
@@ -329,7 +329,7 @@ def recv_object_list(
     _check_list(object_list, "object_list")
     resolved = resolve_group(group)
     length = torch.zeros(2, dtype=torch.int64, device=resolved.device)
-    sender = resolved.recv(length, source_of(resolved, src, group_src))
+    sender = resolved.recv(length, source_of("recv_object_list", resolved, src, group_src))
     packed = torch.empty(int(length[0]), dtype=torch.uint8, device=resolved.device)
     # From the same rank as the lengths, also if any rank may send.
     resolved.recv(packed, sender)

@@ -1,7 +1,7 @@
 """Collectives whose tensors may have another size on each rank, as functions.
 
 torch.distributed has none of them. The names are those of torchcomms, as far as it has them; MPI marks the same calls
-with v and w. What ``collectives`` says about all collectives holds here, too.
+with v and w. The rules in ``collectives`` apply here, too.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def all_gather_v(
     """
     if outside(group, "all_gather_v"):
         return None
-    return resolve_group(group).all_gather_v(list_of(tensor_list, "tensor_list"), tensor, async_op)
+    return resolve_group(group).all_gather_v(list_of("all_gather_v", tensor_list, "tensor_list"), tensor, async_op)
 
 
 @overload
@@ -143,7 +143,7 @@ def reduce_scatter_v(
     """
     if outside(group, "reduce_scatter_v"):
         return None
-    inputs = list_of(input_list, "input_list")
+    inputs = list_of("reduce_scatter_v", input_list, "input_list")
     return resolve_group(group).reduce_scatter_v(output, inputs, as_reduce_op(op), async_op)
 
 
@@ -223,8 +223,8 @@ def gather_v(
     if outside(group, "gather_v"):
         return None
     resolved = resolve_group(group)
-    outputs = list_of(gather_list, "gather_list") if gather_list is not None else None
-    return resolved.gather_v(tensor, outputs, root_of(resolved, dst, group_dst, "dst", default=0), async_op)
+    outputs = list_of("gather_v", gather_list, "gather_list") if gather_list is not None else None
+    return resolved.gather_v(tensor, outputs, root_of("gather_v", resolved, dst, group_dst, "dst", default=0), async_op)
 
 
 @overload
@@ -303,8 +303,10 @@ def scatter_v(
     if outside(group, "scatter_v"):
         return None
     resolved = resolve_group(group)
-    inputs = list_of(scatter_list, "scatter_list") if scatter_list is not None else None
-    return resolved.scatter_v(tensor, inputs, root_of(resolved, src, group_src, "src", default=0), async_op)
+    inputs = list_of("scatter_v", scatter_list, "scatter_list") if scatter_list is not None else None
+    return resolved.scatter_v(
+        tensor, inputs, root_of("scatter_v", resolved, src, group_src, "src", default=0), async_op
+    )
 
 
 @overload
@@ -372,7 +374,10 @@ def all_to_all_w(
     """
     if outside(group, "all_to_all_w"):
         return None
-    outputs, inputs = list_of(output_tensor_list, "output_tensor_list"), list_of(input_tensor_list, "input_tensor_list")
+    outputs, inputs = (
+        list_of("all_to_all_w", output_tensor_list, "output_tensor_list"),
+        list_of("all_to_all_w", input_tensor_list, "input_tensor_list"),
+    )
     return resolve_group(group).all_to_all_w(outputs, inputs, async_op)
 
 

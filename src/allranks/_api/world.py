@@ -192,12 +192,14 @@ def init_process_group(
         raise UsageError("the default process group already exists: call destroy_process_group() first")
     for argument, given in (("backend", backend), ("init_method", init_method)):
         if not isinstance(given, str | None):
-            raise UsageError(f"{argument} must be a string or None, not {given!r}")
+            raise UsageError(f"init_process_group: {argument} must be a string or None, not {given!r}")
     for argument, number in (("world_size", world_size), ("rank", rank)):
         if not isinstance(number, Integral):
-            raise UsageError(f"{argument} must be a whole number, not {number!r}")
+            raise UsageError(f"init_process_group: {argument} must be a whole number, not {number!r}")
     if not isinstance(timeout, timedelta | Real | None):
-        raise UsageError(f"timeout must be a timedelta, a number of seconds or None, not {timeout!r}")
+        raise UsageError(
+            f"init_process_group: timeout must be a timedelta, a number of seconds or None, not {timeout!r}"
+        )
     engine_name = chosen_backend(backend)
     if pg_options is not None:
         raise UsageError(
@@ -208,7 +210,7 @@ def init_process_group(
         _make_current(device_id, engine_name)
     timeout_s = DEFAULT_TIMEOUT_S if timeout is None else seconds_of(timeout)
     if not timeout_s > 0:  # also rejects nan
-        raise UsageError(f"timeout must be positive, not {timeout!r}")
+        raise UsageError(f"init_process_group: timeout must be positive, not {timeout!r}")
     if store is not None and init_method is not None:
         raise UsageError("init_process_group: pass either store or init_method, not both")
     if store is None and init_method in (None, "env://") and rank == world_size == -1:
@@ -287,12 +289,12 @@ def establish(
             if store is not None:
                 store.record = tails[0][2]
             if len(set(names)) > 1:
-                wishes = "; ".join(
+                requested = "; ".join(
                     f"{rank_list([r for r, n in enumerate(names) if n == name])} for '{name}'"
                     for name in dict.fromkeys(names)
                 )
                 raise MismatchError(
-                    f"init_process_group: the ranks requested different backends: {wishes}.\n"
+                    f"init_process_group: the ranks requested different backends: {requested}.\n"
                     "  Pass the same backend (argument or ALLRANKS_BACKEND) on every rank."
                 )
             return [row[: len(record)] for row in rows]

@@ -37,7 +37,7 @@ class Reader:
             return None
         if not value.isdecimal() or int(value) < low or (high is not None and int(value) > high):
             expected = f"{low} or more" if high is None else f"in {low}..{high}"
-            raise ConfigError(f"{name}={value!r}: Expected a whole number, {expected} ({self.kind}: {meaning})")
+            raise ConfigError(f"{name}={value!r}: expected a whole number, {expected} ({self.kind}: {meaning})")
         return int(value)
 
     def require(self, *names: str) -> None:

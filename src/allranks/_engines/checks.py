@@ -124,8 +124,9 @@ def not_reduced(call: str, tensor: Tensor, op: ReduceOp, reduces: Callable[[Redu
         op: The op.
         reduces: Whether the engine implements another op for this dtype.
     """
-    ops = " or ".join(each.name for each in ReduceOp if each is not ReduceOp.PREMUL_SUM and reduces(each))
-    action = f"Use {ops}, or convert the tensor to another dtype." if ops else "Convert the tensor to another dtype."
+    ops = ", ".join(each.name for each in ReduceOp if each is not ReduceOp.PREMUL_SUM and reduces(each))
+    others = f"Use one of {ops}, or convert" if ops else "Convert"
+    action = f"{others} the tensor to another dtype."
     return UsageError(f"{call} does not support {op.name} of {tensor.dtype} tensors.\n  {action}")
 
 

@@ -76,7 +76,7 @@ class Communicator(UnevenCollectives):
             return None
         work = self._begin("reduce", tensor, None, op, dst) if async_op else None
         if work is None:
-            work = self._live().reduce(tensor, self._member(dst, "dst"), as_reduce_op(op), async_op)
+            work = self._live().reduce(tensor, self._member("reduce", dst, "dst"), as_reduce_op(op), async_op)
         return _showing(work, (tensor,))
 
     @overload
@@ -91,7 +91,7 @@ class Communicator(UnevenCollectives):
             return None
         work = self._begin("broadcast", tensor, None, None, src) if async_op else None
         if work is None:
-            work = self._live().broadcast(tensor, self._member(src, "src"), async_op)
+            work = self._live().broadcast(tensor, self._member("broadcast", src, "src"), async_op)
         return _showing(work, (tensor,))
 
     @overload
@@ -133,7 +133,7 @@ class Communicator(UnevenCollectives):
             return None
         work = self._begin("gather", tensor, outputs, None, dst) if async_op else None
         if work is None:
-            self._only_on(outputs, self._member(dst, "dst"), "gather_list", "dst")
+            self._only_on("gather", outputs, self._member("gather", dst, "dst"), "gather_list", "dst")
             work = self._live().gather(tensor, outputs or None, dst, async_op)
         return _showing(work, outputs or ())
 
@@ -155,7 +155,7 @@ class Communicator(UnevenCollectives):
             return None
         work = self._begin("scatter", tensor, inputs, None, src) if async_op else None
         if work is None:
-            self._only_on(inputs, self._member(src, "src"), "scatter_list", "src")
+            self._only_on("scatter", inputs, self._member("scatter", src, "src"), "scatter_list", "src")
             work = self._live().scatter(tensor, inputs or None, src, async_op)
         return _showing(work, (tensor,))
 
@@ -300,21 +300,21 @@ class Communicator(UnevenCollectives):
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """See :func:`allranks.send`."""
-        self._live().send(tensor, self._other(dst, "dst"), _tag(tag), False)
+        self._live().send(tensor, self._other("send", dst, "dst"), _tag("send", tag), False)
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
         """See :func:`allranks.recv`."""
-        return self._live().recv(tensor, self._source(src), _tag(tag))
+        return self._live().recv(tensor, self._source("recv", src), _tag("recv", tag))
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         """See :func:`allranks.isend`."""
-        work = self._live().send(tensor, self._other(dst, "dst"), _tag(tag), True)
+        work = self._live().send(tensor, self._other("isend", dst, "dst"), _tag("isend", tag), True)
         assert work is not None
         return work
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Work:
         """See :func:`allranks.irecv`."""
-        work = self._live().irecv(tensor, self._source(src), _tag(tag))
+        work = self._live().irecv(tensor, self._source("irecv", src), _tag("irecv", tag))
         work.shown = (tensor,)
         return work
 
@@ -326,33 +326,37 @@ class Communicator(UnevenCollectives):
         """See :class:`allranks.Stats`."""
         return self._live().stats()
 
-    def _member(self, rank: int, what: str) -> int:
+    def _member(self, verb: str, rank: int, what: str) -> int:
         number = integer_of(rank)
         if number is None:
-            raise TypeError(f"{what} must be a rank, not {type(rank).__name__}")
+            raise TypeError(f"{verb}: {what} must be a rank, not {type(rank).__name__}")
         if not 0 <= number < self._size:
-            raise UsageError(f"{what}={number} is not a rank of group '{self.name}': expected 0 to {self._size - 1}")
+            raise UsageError(
+                f"{verb}: {what}={number} is not a rank of group '{self.name}': expected 0 to {self._size - 1}"
+            )
         return number
 
-    def _other(self, rank: int, what: str) -> int:
-        number = self._member(rank, what)
+    def _other(self, verb: str, rank: int, what: str) -> int:
+        number = self._member(verb, rank, what)
         if number == self._rank:
-            raise UsageError(f"{what}={number} is this rank itself: expected another rank of group '{self.name}'")
+            raise UsageError(
+                f"{verb}: {what}={number} is this rank itself: expected another rank of group '{self.name}'"
+            )
         return number
 
-    def _source(self, src: int | None) -> int:
+    def _source(self, verb: str, src: int | None) -> int:
         if self._size == 1:
             raise UsageError(
-                f"recv: no other rank can send, because group '{self.name}' has a single rank.\n"
+                f"{verb}: no other rank can send, because group '{self.name}' has a single rank.\n"
                 "  Start more ranks (`allranks run -n 2`), or pass a larger group."
             )
-        return -1 if src is None else self._other(src, "src")
+        return -1 if src is None else self._other(verb, src, "src")
 
-    def _only_on(self, tensors: Sequence[Tensor] | None, root: int, name: str, role: str) -> None:
+    def _only_on(self, verb: str, tensors: Sequence[Tensor] | None, root: int, name: str, role: str) -> None:
         if root == self._rank and not tensors:
-            raise UsageError(f"{name} must be passed on the {role} rank ({root})")
+            raise UsageError(f"{verb}: {name} must be passed on the {role} rank ({root})")
         if root != self._rank and tensors:
-            raise UsageError(f"{name} must not be passed on rank {self._rank}: {role} is rank {root}")
+            raise UsageError(f"{verb}: {name} must not be passed on rank {self._rank}: {role} is rank {root}")
 
     def _in_torchs_words(self, missing: Sequence[int], seconds: float, all_of_them: bool) -> str:
         """Return the text of torch's monitored_barrier, for programs that search for it."""
@@ -403,10 +407,10 @@ def _only(listed: Any, verb: str) -> Any:
     return listed[0]
 
 
-def _tag(tag: int) -> int:
+def _tag(verb: str, tag: int) -> int:
     number = integer_of(tag)
     if number is None:
-        raise TypeError(f"tag must be an integer, not {type(tag).__name__}")
+        raise TypeError(f"{verb}: tag must be an integer, not {type(tag).__name__}")
     if not 0 <= number < 1 << 31:
-        raise UsageError(f"tag must be an integer from 0 to 2**31 - 1, not {number}")
+        raise UsageError(f"{verb}: tag must be an integer from 0 to 2**31 - 1, not {number}")
     return number

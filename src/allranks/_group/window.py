@@ -32,7 +32,7 @@ class Window:
 
     The owner makes no call: ``put`` writes into its memory, and ``get`` reads it. ``put`` also sends a signal. The
     owner calls ``wait_signal`` before it reads the elements that another rank has written. Each wait consumes one
-    signal of one rank, and sees everything that this rank has put before it.
+    signal of one rank. After it, everything that this rank has put before the signal is visible.
 
     Two ranks that write to the same elements at the same time, or one that writes while the owner reads, leave
     undefined values, as two threads do.
@@ -141,7 +141,7 @@ class Window:
         return Complete([tensor]) if async_op else None
 
     def map_remote_tensor(self, rank: int) -> Tensor:
-        """Return the registered tensor of a rank of this host, in its memory. Of this rank, too.
+        """Return the registered tensor of a rank of this host, in its memory. The rank may be this rank.
 
         Use it until ``tensor_deregister``. Elements change when a rank writes them.
 
@@ -236,8 +236,8 @@ class Window:
             raise UsageError(f"{call}: a tensor on {tensor.device} is not supported.\n  Pass tensor.cpu().")
         if start + tensor.numel() > shape.numel():
             raise UsageError(
-                f"{call}: {tensor.numel()} elements from element {start} on exceed the window of rank {rank}, which has"
-                f" {shape.numel()}: this exceeds the window size"
+                f"{call}: {tensor.numel()} elements from element {start} on: this exceeds the window size of rank"
+                f" {rank}, {shape.numel()} elements"
             )
         plain = tensor.detach()
         return plain.resolve_conj().resolve_neg() if call == "put" else plain

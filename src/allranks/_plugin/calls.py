@@ -282,10 +282,10 @@ class Calls:
             work = verb(*args, async_op=True)
             return DONE if work is None else self._begun(work)
         except AllranksError as error:
-            self.tell(error, (*args, opts))
+            self.annotate(error, (*args, opts))
             raise
 
-    def tell(self, error: AllranksError, given: Sequence[Any]) -> None:
+    def annotate(self, error: AllranksError, given: Sequence[Any]) -> None:
         """Add gloo's text to the error of a collective, and record the error. ``given`` ends with the options."""
         if isinstance(error, NotInitializedError):
             return
@@ -307,7 +307,7 @@ class Calls:
             if work is not None:
                 work.wait(max(seconds_of(opts.timeout), SHORTEST_S) if opts.timeout >= _NOW else None)
         except AllranksError as error:
-            self.tell(error, (*args, opts))
+            self.annotate(error, (*args, opts))
             raise
 
     def _calls_of(self, opts: Any, calls: Sequence[Callable[[], Work | None]]) -> TorchWork:
@@ -321,7 +321,7 @@ class Calls:
             together.wait()
             return DONE
         except AllranksError as error:
-            self.tell(error, (opts,))
+            self.annotate(error, (opts,))
             raise
 
     def _limited(self, opts: Any, work: Work | None, limit: timedelta) -> TorchWork:

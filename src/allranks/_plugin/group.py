@@ -430,7 +430,7 @@ def _verb(verb: str, name: str, *form: type) -> None:
                     calls.count += 1
                     return DONE if call is True else calls.started(call)
             except AllranksError as error:
-                calls.tell(error, given)
+                calls.annotate(error, given)
                 raise
         if (
             [*map(type, given)] == types

@@ -2,7 +2,7 @@
 
 The recorder that torch names "gloo" accepts only calls of torch's own ProcessGroupGloo: the hook that records the calls
 of other backends ignores a backend with that name. It records the calls of these groups under the name "allranks".
-Python functions that are asked for gloo's recorder therefore read that one.
+Python functions that read gloo's recorder are therefore replaced by functions that read that one.
 """
 
 from __future__ import annotations

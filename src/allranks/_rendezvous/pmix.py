@@ -54,7 +54,7 @@ def host_of_rank_0() -> str:
 
     raise ConfigError(
         "Open MPI's mpirun started this job, but its PMIx server does not provide the host of rank 0:"
-        f" {lines[-1] if lines else 'the process that asked it exited'}.\n"
+        f" {lines[-1] if lines else 'the process that sent the request exited'}.\n"
         "  Set MASTER_ADDR and MASTER_PORT, the same on all ranks (mpirun -x MASTER_ADDR=node0 -x MASTER_PORT=29500),"
         " to join without PMIx."
     )

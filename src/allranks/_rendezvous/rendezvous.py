@@ -169,17 +169,24 @@ def _join(finder: Finder, me: Member, began: float) -> PrefixStore:
                 except NotYet as error:
                     return Lost(str(error), error)
                 except (StoreLostError, TimeoutError) as error:
-                    return Lost(reason(error.__cause__ or error), error)
+                    return _lost(error)
             case request:
                 try:
                     return stores[0]._execute(request)
                 except (StoreLostError, TimeoutError) as error:
-                    return Lost(reason(error.__cause__ or error), error)
+                    return _lost(error)
         return None
 
     prefix = drive(protocol.steps(), perform)
     finder.finish()
     return PrefixStore(prefix, stores[0])
+
+
+def _lost(error: StoreLostError | TimeoutError) -> Lost:
+    # The message of the client is about one attempt ("did not answer for 0.0 s"), so the error of the rendezvous refers
+    # to the error of the system instead.
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    return Lost(reason(cause), cause)
 
 
 def _argument_or_query(value: int, query: Mapping[str, str], name: str, low: int) -> int:

@@ -100,9 +100,9 @@ class TCPStore(Store):
         use_libuv: bool = True,
     ) -> None:
         if not isinstance(host_name, str) or not isinstance(port, int) or not 0 <= port <= 65535:
-            raise UsageError(f"TCPStore({host_name!r}, {port!r}): Expected a host name and a port, 0 to 65535")
+            raise UsageError(f"TCPStore({host_name!r}, {port!r}): expected a host name and a port, 0 to 65535")
         if not host_name or (port == 0 and not is_master):
-            raise UsageError(f"TCPStore({host_name!r}, {port}): Expected the master's host and port")
+            raise UsageError(f"TCPStore({host_name!r}, {port}): expected the master's host and port")
         if world_size is not None and world_size < 1:
             raise UsageError(f"TCPStore: world_size={world_size!r}. Expected 1 or more, or None for any number")
         if master_listen_fd is not None and not is_master:

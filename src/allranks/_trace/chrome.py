@@ -67,8 +67,8 @@ def other_data(timeline: Timeline) -> dict[str, Any]:
         "calls that are missing": timeline.missing,
         "time 0 (ns of the wall clock)": timeline.zero_wall,
         "error between any two ranks (us)": "not known" if error is None else round(error / 1e3, 1),
-        "collectives of which it is known who came last": timeline.compared,
-        "came last": [
+        "collectives whose last rank is known": timeline.compared,
+        "arrived last": [
             {"rank": late.rank, "calls": late.times, "others waited (ms)": round(late.waited / 1e6, 3)}
             for late in timeline.late
         ],
@@ -111,7 +111,7 @@ def slice_arguments(each: Slice) -> dict[str, Any]:
     if call.site:
         found["line"] = call.site
     if each.last >= 0:
-        found["came last"] = f"rank {each.last}"
+        found["arrived last"] = f"rank {each.last}"
     if each.waited_until > each.begin:
         found["waited (us)"] = (each.waited_until - each.begin) / 1e3
     if call.async_op:
@@ -119,7 +119,7 @@ def slice_arguments(each: Slice) -> dict[str, Any]:
     if call.outcome:
         found["outcome"] = call.outcome
     elif not each.ended:
-        found["outcome"] = "had not ended"
+        found["outcome"] = "not finished"
     return found
 
 

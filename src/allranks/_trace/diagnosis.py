@@ -127,15 +127,16 @@ class Diagnosis:
         # Report the most informative wait: that of the rank that waits longest and directly for a late rank.
         direct = [w for w in (self.waits[r] for r in waiting) if set(late) & set(w.awaited)]
         first = max(direct or [self.waits[r] for r in waiting], key=lambda w: w.call.seconds)
-        who = rank_list(sorted(waiting))
-        whom = [
+        waiting_ranks = rank_list(sorted(waiting))
+        awaited = [
             f"rank {r}{_at(hosts.get(r, ''))}, {self._whereabouts(r, places.get(r, ''), problems.get(r, ''))}"
             for r in late[:3]
         ]
         if len(late) > 3:
-            whom = [f"{rank_list(sorted(late))}: {whom[0]}"]
+            awaited = [f"{rank_list(sorted(late))}: {awaited[0]}"]
         verb = "has" if len(waiting) == 1 else "have"
-        return f"{who} {verb} waited {_duration(first.call.seconds)} in {_call(first.call)} for {'; '.join(whom)}"
+        waited = f"{waiting_ranks} {verb} waited {_duration(first.call.seconds)} in {_call(first.call)}"
+        return f"{waited} for {'; '.join(awaited)}"
 
     def _whereabouts(self, rank: int, place: str, problem: str) -> str:
         """Return the place of a late rank, and the state of its process."""
@@ -161,8 +162,8 @@ class Diagnosis:
             wait = self.waits[rank]
             parts.append(f"rank {rank} in {_call(wait.call)} for rank {circle[(place + 1) % len(circle)]}")
         seconds = max(self.waits[rank].call.seconds for rank in circle)
-        who = rank_list(sorted(circle))
-        return f"deadlock: {who} have waited for each other for {_duration(seconds)}: {'; '.join(parts)}"
+        ranks = rank_list(sorted(circle))
+        return f"deadlock: {ranks} have waited for each other for {_duration(seconds)}: {'; '.join(parts)}"
 
 
 def diagnose(states: Iterable[RankState]) -> Diagnosis:

@@ -1,4 +1,4 @@
-"""What the kernel knows of a thread of this host: its state, and the system call in which it is blocked."""
+"""The kernel's data about a thread of this host: its state, and the system call in which it is blocked."""
 
 from __future__ import annotations
 

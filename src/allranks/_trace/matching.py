@@ -54,7 +54,7 @@ class RecordedProcess:
         calls: All calls that are available, oldest first.
         alone: Calls in which no other process takes part, oldest first: a worker's commands, a master's waits for its
             workers.
-        until: When it was last observed, by the monotonic clock of its host; calls that had not ended were still in
+        until: When it was last observed, by the monotonic clock of its host; calls that had not finished were still in
             progress then.
         missing: Number of calls that were recorded but are not available, because newer calls replaced them or the disk
             was full.

@@ -1,8 +1,8 @@
 """Python stacks of this process for other processes of its host, also while a thread blocks and holds the GIL.
 
 The process keeps a memory file. On a signal, ``faulthandler``, which is written in C, writes the stacks of all threads
-into it. Other processes of the same user find the file by its name in /proc/PID/fd. The name also tells which rank of
-which job the process is: /proc/PID/environ of a process that was forked shows the environment of its parent.
+into it. Other processes of the same user find the file by its name in /proc/PID/fd. The name also identifies the
+rank and the job of the process: /proc/PID/environ of a process that was forked shows the environment of its parent.
 """
 
 from __future__ import annotations

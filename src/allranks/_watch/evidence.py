@@ -75,9 +75,9 @@ class Evidence:
             self._creations[name] = self._creations[name]._replace(thread=0)
 
     def longest_wait_s(self) -> float:
-        """Return the seconds that this rank may have waited. Cheap: call it about once per second.
+        """Return the seconds that this rank may have waited. 0 if no call is in progress.
 
-        Returns 0 if no call is in progress. A thread may have begun a call and be elsewhere; `inspect` excludes that.
+        A thread may have begun a call and be elsewhere; `inspect` excludes that. Cost: microseconds.
         """
         now = time.monotonic()
         status = _status()

@@ -1,4 +1,4 @@
-"""Connections between watchers: a rank asks the others for their state.
+"""Connections between watchers: a rank requests the state of the others.
 
 They are apart from the collectives of the program, one of which hangs, and from torch's store, whose server may have
 stopped with its rank. The ranks use the store once, at the start, to publish their addresses and to share a token. A
@@ -64,7 +64,7 @@ class Collect(msgspec.Struct, frozen=True, tag=True):
     """Request for the state of a rank.
 
     Attributes:
-        collector: The rank that asks.
+        collector: The rank that sends the request.
         limit_s: The limit that its wait has reached.
     """
 

@@ -34,7 +34,7 @@ def install(c10d: Any) -> None:
         # A late import: without the variable, torch's import loads nothing for the watcher.
         from allranks._trace.offered_stacks import offer_stacks
 
-        # A rank that never reaches its process group can then be asked for its stacks.
+        # Other ranks can then request the stacks of a rank that never reaches its process group.
         offer_stacks()
     create = c10d._new_process_group_helper
 

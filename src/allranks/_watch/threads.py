@@ -1,7 +1,7 @@
 """The places of this process's threads: in which call of torch.distributed a thread is, or where else it is.
 
 A thread that waits for a call has no Python frame below the line that called. Its innermost frame is then a function of
-torch.distributed, or a line of the program such as ``work.wait()``. The kernel tells whether the thread runs.
+torch.distributed, or a line of the program such as ``work.wait()``. The kernel reports whether the thread runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The thread that notices a long wait of this rank, collects the states of all ranks, and reports.
+"""The thread that detects a long wait of this rank, collects the states of all ranks, and reports.
 
 Once per second it reads counters of this process, which costs microseconds. Shortly before a wait reaches the limit, it
-asks all ranks for their state. Usually several ranks reach the limit at the same moment; the lowest of them reports.
+requests the state of all ranks. Usually several ranks reach the limit at the same moment; the lowest of them reports.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Watcher:
             pass
 
     def _note_read(self) -> None:
-        """Tell rank 0 that this rank makes no more requests to the store."""
+        """Notify rank 0 that this rank makes no more requests to the store."""
         with self._lock:
             store, self._store = self._store, None
         if store is not None and self._rank:

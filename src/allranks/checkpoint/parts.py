@@ -1,7 +1,7 @@
 """Files with tensors: safetensors, hashed during the write, and checked during the read.
 
 A file is on the disk when ``write_part`` returns. A block is hashed just before it is written, so that the copy into
-the page cache finds it in the processor's cache. The kernel is asked to start writing the block to the disk
+the page cache finds it in the processor's cache. The kernel is requested to start writing the block to the disk
 immediately, so the fsync at the end has little left to wait for. The large calls (hash, write, read) run without the
 GIL.
 """

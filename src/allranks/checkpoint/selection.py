@@ -283,7 +283,7 @@ def _open(
     if not all(seen for seen, _ in seen_by_rank):
         sender = min(ranks[0] for ranks in holders.values())
         encoded = manifest.encode() if manifest is not None and participants.rank == sender else None
-        # All ranks take part, because every rank has the same `told`.
+        # All ranks take part, because `seen_by_rank` is the same on every rank.
         sent = participants.exchange(encoded, bytes | None)[sender]
         assert sent is not None
         manifest = manifest or decode(listing.folder / candidate.names[min(candidate.names)] / MANIFEST, sent)

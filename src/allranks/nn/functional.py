@@ -68,7 +68,7 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> Te
         The sum of all ranks' gradients on ``src``, zero on other ranks.
     """
     resolved = resolve_group(group)
-    return _BroadcastFunction.apply(resolved, root_of(resolved, src, None, "src"), tensor)
+    return _BroadcastFunction.apply(resolved, root_of("broadcast", resolved, src, None, "src"), tensor)
 
 
 def reduce(
@@ -86,7 +86,7 @@ def reduce(
         The gradient on ``dst``, on all ranks. The results of other ranks have no effect.
     """
     resolved, (op, (tensor,)) = resolve_group(group), _applied(op, tensor)
-    root = root_of(resolved, dst, None, "dst")
+    root = root_of("reduce", resolved, dst, None, "dst")
     if op in _FOLDS:
         return _FOLDS[op](torch.stack(_Gather.apply(resolved, root, tensor)))
     return _Reduce.apply(resolved, root, op, tensor)
@@ -121,7 +121,7 @@ def gather(tensor: Tensor, dst: int = 0, group: ProcessGroup | None = None) -> t
         Each rank gets the gradient of its tensor from ``dst``.
     """
     resolved = resolve_group(group)
-    return _Gather.apply(resolved, root_of(resolved, dst, None, "dst"), tensor)
+    return _Gather.apply(resolved, root_of("gather", resolved, dst, None, "dst"), tensor)
 
 
 def scatter(tensors: Sequence[Tensor], src: int = 0, group: ProcessGroup | None = None) -> Tensor:
@@ -136,7 +136,7 @@ def scatter(tensors: Sequence[Tensor], src: int = 0, group: ProcessGroup | None 
         ``src`` gets the gradient of each tensor from its rank; on other ranks it is zero.
     """
     resolved = resolve_group(group)
-    return _Scatter.apply(resolved, root_of(resolved, src, None, "src"), *tensors)
+    return _Scatter.apply(resolved, root_of("scatter", resolved, src, None, "src"), *tensors)
 
 
 def all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, ...]:

@@ -399,7 +399,7 @@ class DistributedDataParallel(nn.Module):
         if not init_sync:
             # Moved to the group's device, because an engine such as nccl accepts no CPU tensor.
             wish = torch.tensor([self._overlap], dtype=torch.uint8, device="cpu").to(self.process_group.device)
-            # Overlap only if every rank wishes to: all ranks must make their calls in the same order.
+            # Overlap only if it is enabled on every rank: all ranks must make their calls in the same order.
             self.process_group.all_reduce(wish, ReduceOp.MIN)
             self._overlap = bool(wish)
             return

@@ -1,8 +1,8 @@
 """Values that must be equal on all ranks: which of them differ, on which ranks, and in which elements.
 
 Replicas of a model differ if the program updates them differently, or if memory is damaged. Training continues in both
-cases, with a wrong result. `digests_of` reduces the values to hashes, which are cheap to compare. Only if they differ,
-the ranks call `locate`, which exchanges hashes of smaller and smaller pieces of the first differing tensor.
+cases, with a wrong result. `digests_of` reduces the values to hashes. The ranks compare these, and only if they differ
+call `locate`, which exchanges hashes of smaller and smaller pieces of the first differing tensor.
 """
 
 from __future__ import annotations

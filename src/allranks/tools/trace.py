@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int | Program:
             return USAGE
     parser = ArgumentParser(
         prog="allranks trace",
-        description="Show what the ranks of a job do, or did.",
+        description="Show the calls of a job's ranks, while it runs or afterwards.",
         epilog="allranks trace COMMAND --help describes a command.",
         examples=(
             ("allranks trace show", "what each rank of the job on this host waits for"),

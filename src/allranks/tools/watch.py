@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="allranks watch",
         description="Run a command that starts ranks of a program on torch.distributed. If a rank waits in a call for"
-        " 10 s, one rank reports which ranks are waited for, and where they are. The program needs no change. The same"
+        " 10 s, one rank reports the missing ranks and their call sites. The program needs no change. The same"
         f" as {WATCH}=1 in the environment of the ranks.",
         examples=(
             ("allranks watch -- torchrun --nproc-per-node 4 train.py", "4 ranks on this host"),

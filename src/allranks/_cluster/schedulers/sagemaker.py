@@ -30,7 +30,7 @@ def _find_node(environ: Environ, launcher: bool) -> LaunchContext | None:
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or here not in names:
         raise ConfigError(
-            f"SM_HOSTS={text!r} and SM_CURRENT_HOST={here!r}: Expected a JSON list of hosts that contains this host."
+            f"SM_HOSTS={text!r} and SM_CURRENT_HOST={here!r}: expected a JSON list of hosts that contains this host."
         )
     context = LaunchContext(
         "sagemaker",

@@ -44,6 +44,8 @@ def _explain(host: str, code: int | None, stderr: str) -> str:
         hint = f" (ssh must connect without a password: ssh-copy-id {host}, or --ssh 'ssh -i KEY')"
     elif "Host key verification failed" in stderr:
         hint = f" (connect once manually: ssh {host})"
+    elif "Could not resolve hostname" in stderr:
+        hint = f" (check the name: getent hosts {host})"
     return f"ssh cannot connect: {lines[-1] if lines else 'no reason reported'}{hint}"
 
 

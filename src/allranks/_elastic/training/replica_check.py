@@ -3,7 +3,7 @@
 A State compares them after each recovery, and periodically. They differ if the program updates them differently on the
 ranks, or if memory is damaged. By default this ends the training. With ``check_every``, each rank copies its values
 when they have been found equal. If they are found to differ later, all ranks return to these copies and repeat the
-steps since then. They need not know which rank is damaged, which two ranks cannot decide. The repeated steps compute
+steps since then. They need not find the damaged rank, which is impossible with two ranks. The repeated steps compute
 what an undisturbed run computes, although a damaged value may have reached the other ranks through gradients.
 """
 

@@ -154,14 +154,14 @@ class C10dEngine(FlatEngine):
         if source >= 0:
             return self._message(self._live.recv([into], source, tag), source)
         if self.device == "cuda":
-            raise UsageError(f"recv on group '{self.group_name}': nccl cannot receive from any rank.\n  Pass src=.")
+            raise UsageError(f"recv on group '{self.group_name}': nccl requires the rank of the sender.\n  Pass src=.")
         return self._message(self._live.recv_anysource([into], tag), source)
 
     @property
     def _live(self) -> Any:
         """torch's backend. If the group has been closed: raise an error that ``explain`` translates."""
         if self._backend is None:
-            raise RuntimeError("the group has ended")
+            raise RuntimeError("the group was closed")
         return self._backend
 
     def lost(self) -> Sequence[int]:
@@ -230,7 +230,8 @@ class C10dEngine(FlatEngine):
         died, left = ([], {}) if self._presence is None else self._presence.gone()
         # Checked before the text: a lost rank may also appear as a timeout.
         if died or left:
-            fates = [f"{self._who(rank)} died" for rank in died] + [f"{self._who(rank)} has left" for rank in left]
+            fates = [f"{self._who(rank)} died" for rank in died]
+            fates += [f"{self._who(rank)} has left the group" for rank in left]
             gone = [*died, *left]
             raise PeerLostError(
                 f"{here}: {', '.join(fates)}.\n  {self.name}: {text}\n"

@@ -424,7 +424,7 @@ class MpiEngine(FlatEngine):
         """Return the lost ranks without which the call cannot end, and what happened to them."""
         assert self._presence is not None
         died, left = self._presence.gone(0.0)
-        gone = dict.fromkeys(died, "died") | dict.fromkeys(left, "has left")
+        gone = dict.fromkeys(died, "died") | dict.fromkeys(left, "has left the group")
         if progress.call:
             # A rank that has begun this call before it left has done its part: MPI ends a call on a rank as soon as it
             # can.

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["explain"]
 
+_SAME_ARGUMENTS = "Pass the same dtype, number of elements, op and root on all ranks."
+_SAME_CALLS = "Make the same calls in the same order on all ranks: look for a branch or loop that depends on the rank."
 _SHRINK = "Call shrink() to continue with a new group; no other call is possible."
 
 
@@ -232,7 +234,8 @@ def _mismatch(
         sent, wanted = calls
         return (
             f"recv on group '{group}' (rank {ranks.rank}): {ranks.name(peer)} sent {_amount(sent)}, "
-            f"but the tensor to receive into holds {_amount(wanted)}. The message was dropped."
+            f"but the tensor to receive into holds {_amount(wanted)}. The message was dropped.\n"
+            "  Pass tensors of one dtype and size to send and recv."
         )
     here = f"call #{call} on group '{group}'"
     where = "".join(
@@ -241,7 +244,7 @@ def _mismatch(
         if place
     )
     if text:
-        return f"{here}: {verb}: {text}. No tensor was changed.{where}"
+        return f"{here}: {verb}: {text}. No tensor was changed.{where}\n  Pass the same size on both ranks."
     ranks_of: dict[_core.Call, list[int]] = {}
     for other, fingerprint in enumerate(calls):
         ranks_of.setdefault(fingerprint, []).append(other)
@@ -251,14 +254,19 @@ def _mismatch(
             f"{rank_list(callers)} called {_call(fingerprint)}{f' ({_amount(fingerprint)})' if alike else ''}"
             for fingerprint, callers in ranks_of.items()
         ]
-        return f"{here}: {', '.join(parts)}. No tensor was changed.{where}"
+        one_verb = len({fingerprint[0] for fingerprint in ranks_of}) == 1 and calls[0][0] not in _core.PURPOSES
+        advice = _SAME_ARGUMENTS if one_verb else _SAME_CALLS
+        return f"{here}: {', '.join(parts)}. No tensor was changed.{where}\n  {advice}"
     if peer >= 0:
         return (
             f"{here}: the ranks made their calls of {_call(calls[0])} in different orders: one rank reached two call "
             "sites in one order, and another rank in the opposite order. If all ranks should use the same order, the "
-            f"earlier of these calls has mixed up their tensors.{where}"
+            f"earlier of these calls has mixed up their tensors.{where}\n  Make the calls in one order on all ranks."
         )
-    return f"{here}: the ranks called {_call(calls[0])} with tensors of different shapes. No tensor was changed.{where}"
+    return (
+        f"{here}: the ranks called {_call(calls[0])} with tensors of different shapes. No tensor was changed.{where}\n"
+        "  Pass tensors of one shape on all ranks."
+    )
 
 
 def _line(site: str) -> str:

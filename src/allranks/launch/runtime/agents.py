@@ -73,7 +73,7 @@ class Agents(Protocol):
         ...
 
     def answer(self, answer: bytes) -> None:
-        """Answer the hosts that have asked for the state of the ranks."""
+        """Answer the hosts that have requested the state of the ranks."""
         ...
 
     def resize(self, rows: int, columns: int) -> None:

@@ -40,7 +40,7 @@ def describe_failure(
         left: ranks that had exited with code 0, which may be the cause of an echo.
     """
     # The launcher sends no signal before the cause, so SIGKILL comes from elsewhere.
-    hint = " (often the kernel, out of memory)" if cause.status == -signal.SIGKILL else ""
+    hint = " (often the kernel, out of memory: check dmesg)" if cause.status == -signal.SIGKILL else ""
     lines = [reporter.line(f"{cause}{hint}").encode()]
     if cause.report is not None and cause.report.text:
         lines.append(cause.report.text.rstrip("\n").encode())

@@ -39,7 +39,7 @@ __all__ = [
 
 
 class FailureKind(Enum):
-    """Failures of a rank that say something about other ranks."""
+    """Failures of a rank from which the launcher concludes something about other ranks."""
 
     OTHER = "other"
     LATE = "late"  # other ranks did not take part in a call
@@ -57,7 +57,7 @@ class FailureReport(msgspec.Struct, frozen=True, tag=True):
         where: the innermost line of the user's own code, for example ``train.py:12 in step``.
         echo: the failure is a consequence of another rank's failure: a ``PeerLostError`` or an error that it led to.
         interrupted: the failure is a KeyboardInterrupt.
-        kind: what it says about other ranks.
+        kind: what the failure means for other ranks.
         at: time of the failure, on the clock that all processes of a host share (``time.monotonic``).
         error: the exception that a function raised, pickled, if that is possible.
     """

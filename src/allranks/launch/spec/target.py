@@ -140,7 +140,7 @@ def check(target: Target, as_command: str = "--") -> None:
         ConfigError: the target does not exist, or is of another kind.
     """
     if target.kind == "script":
-        _check_script(target.name, as_command)
+        _check_script(target.name, target.args, as_command)
     elif target.kind == "module":
         _check_module(target.name)
     elif target.kind == "command":  # a function existed when it was packed
@@ -152,7 +152,7 @@ def is_collection(path: str) -> bool:
     return os.path.isdir(path) or (os.path.isfile(path) and zipfile.is_zipfile(path))
 
 
-def _check_script(name: str, as_command: str) -> None:
+def _check_script(name: str, args: Sequence[str], as_command: str) -> None:
     if is_collection(name):
         importer = pkgutil.get_importer(name)
         if importer is None or importer.find_spec("__main__") is None:
@@ -162,9 +162,10 @@ def _check_script(name: str, as_command: str) -> None:
             )
         return
     if not os.path.exists(name):
-        hint = (
-            f".\n  To run a command, put {as_command} before it: `{as_command} {name}`." if shutil.which(name) else ""
-        )
+        hint = ""
+        if shutil.which(name):
+            command = shlex.join([name, *args])
+            hint = f".\n  To run a command, put {as_command} before it: `{as_command} {command}`."
         raise ConfigError(f"cannot find script {name!r} in {os.getcwd()}{hint}")
     if not os.path.isfile(name):
         raise ConfigError(

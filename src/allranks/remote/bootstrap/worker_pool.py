@@ -117,7 +117,7 @@ class WorkerPool:
             time.sleep(_LOOK_S)
 
     def close(self) -> None:
-        """Wait briefly until the workers, which have been asked to exit, have terminated. Kill the rest."""
+        """Wait briefly until the workers, which have received a request to exit, have terminated. Kill the rest."""
         if self._thread.ident is None:  # it was never started
             return
         until = time.monotonic() + _END_S

@@ -1,7 +1,7 @@
 """The calls with templates on workers. A call is sent once, as a template, and is then a frame of a few bytes.
 
 The results of a new call must be known before it has run. torch's meta kernels compute them if they have been right
-before (`protocol.signature`). Otherwise a worker is asked, and its answer is cached.
+before (`protocol.signature`). Otherwise the master sends a request to a worker, and caches the answer.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class OperatorCache:
         if about.python is not None:
             return AnsweredHandle(about.python(*args, **kwargs))
         kind = (state, _kind(op, args, kwargs))
-        # None: no worker has been asked yet. False: the meta kernel was wrong, or may be wrong for these operands.
+        # None: no worker has answered yet. False: the meta kernel was wrong, or may be wrong for these operands.
         trust = (op in _ALWAYS_INFERRED or self._trusted.get(kind)) if may_trust_meta(about, args, kwargs) else False
         if about.dynamic or indexes_by_mask(op, args):
             connections.refuse_recording(f"the shape or value that {about.name} returns depends on the data")

@@ -3,7 +3,7 @@
 A handle needs its shape immediately, and the master must not wait for it. The inferred results are cached by operator
 and by the signatures of its operands (`Signature`). On a cache miss, torch's meta kernels compute them, which costs
 85 us; the rest of the call costs 5 us. A meta kernel is trusted after it has agreed once with the real results of a
-worker. If it is wrong or missing, the master asks a worker for each new shape, and the worker checks its results on
+worker. If it is wrong or missing, the master requests each new shape from a worker, which then checks its results on
 each call.
 """
 
@@ -239,8 +239,8 @@ def _compare_shapes(op: Any, given: Sequence[Any]) -> None:
     """Check shapes that torch's kernels check and its meta kernels do not, before anything is written.
 
     Raises:
-        RuntimeError, IndexError: The shapes do not match. The master then asks a worker, whose error names the call
-            site.
+        RuntimeError, IndexError: The shapes do not match. The master then sends the operation to a worker, whose error
+            names the call site.
     """
     base = op._schema.name.partition("::")[2]
     if base in ("put", "put_") and given[1].numel() != given[2].numel():

@@ -64,7 +64,7 @@ def _parser() -> ArgumentParser:
         "--nproc",
         type=int,
         metavar="N",
-        help="ranks on this host (default 2; of python 1)",
+        help="ranks on this host (default 2; for python 1)",
     )
     parser.add_argument(
         "-H",
@@ -87,9 +87,11 @@ def _parser() -> ArgumentParser:
         type=float,
         default=1.0,
         metavar="S",
-        help="seconds for each cell (default 1)",
+        help="seconds for each verb, size and library (default 1)",
     )
-    parser.add_argument("--dtype", default="float32", choices=_DTYPES, metavar="T", help="default float32")
+    parser.add_argument(
+        "--dtype", default="float32", choices=_DTYPES, metavar="T", help="dtype of the tensors (default float32)"
+    )
     parser.add_argument("--op", default="SUM", choices=_OPS, help="operator of reductions (default SUM)")
     parser.add_argument(
         "--apart", action="store_true", help="run a barrier before each call, outside the measured time"

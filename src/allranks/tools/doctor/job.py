@@ -100,7 +100,7 @@ def leftovers() -> Finding:
     findings = []
     if lost:
         findings.append("ranks without a launcher: " + ", ".join(f"{pid} ({command})" for pid, command in lost.items()))
-        advice.append(f"If no job of yours needs them, run `kill {' '.join(map(str, lost))}`.")
+        advice.append(f"If none of your jobs needs them, run `kill {' '.join(map(str, lost))}`.")
     if files:
         size = sum(file.stat().st_size for file in files if file.exists())
         findings.append(f"{len(files)} files in /dev/shm that no process uses, {size / (1 << 20):.0f} MiB")

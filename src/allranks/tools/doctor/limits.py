@@ -54,7 +54,7 @@ def judge_quiet(found: Conditions) -> Finding:
     described = f"load {_round(found.load)} in the last minute{waited}; steal {_share(found.steal or 0.0)}"
     described += f"; governor {found.governor}" if found.governor else ""
     if noise_reasons(found):
-        return warn(described, f"Not quiet: {READING}. Measure again, or on another host; allranks bench reports both.")
+        return warn(described, f"Not quiet. In allranks bench, {READING}. Measure again, or on another host.")
     return ok(described)
 
 

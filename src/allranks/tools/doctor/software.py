@@ -186,7 +186,7 @@ def _trouble_with_torch() -> str:
         import torch
 
         torch.version.git_version  # noqa: B018 - a torch.py of one's own has none
-    except Exception as error:  # noqa: BLE001 - what a broken library raises is what is asked for
+    except Exception as error:  # noqa: BLE001 - the check reports whatever a broken library raises
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     return ""
 

@@ -128,7 +128,9 @@ def _parser() -> argparse.ArgumentParser:
     files = "sbatch's, qsub's or bsub's file, or Kubernetes' manifest"
     add("--to", type=_system, required=True, metavar=f"{{{names}}}", help=files)
     add("-N", "--nodes", "--nnodes", type=_count, default=1, metavar="N", help="hosts (default 1)")
-    add("-n", "--nproc", type=_count, metavar="N", help="total number of ranks, equal on all hosts")
+    add(
+        "-n", "--nproc", type=_count, metavar="N", help="number of ranks on all hosts together, a multiple of the hosts"
+    )
     add("--nproc-per-node", type=_count, metavar="N", help="ranks on each host (default: its GPUs, or 1)")
     add("--cpus", type=_count, default=1, metavar="N", help="CPUs for each rank (default 1)")
     add("--gpus", type=_none_or_more, default=0, metavar="N", help="GPUs on each host (default 0)")

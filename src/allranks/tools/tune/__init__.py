@@ -51,11 +51,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             ("ALLRANKS_TUNING=host.json allranks run -n 32 train.py", "uses the settings"),
         ),
     )
-    parser.add_argument("-n", "--nproc", type=int, metavar="N", help="ranks; default: four on each CPU, up to 64")
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("tuning.json"), metavar="FILE", help="default: tuning.json"
+        "-n", "--nproc", type=int, metavar="N", help="number of ranks (default: four on each CPU, at most 64)"
     )
     parser.add_argument(
-        "--budget", type=float, default=0.3, metavar="SECONDS", help="for each number of ranks and size; default: 0.3"
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("tuning.json"),
+        metavar="FILE",
+        help="file for the settings (default: tuning.json)",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=0.3,
+        metavar="SECONDS",
+        help="seconds for each number of ranks and size (default: 0.3)",
     )
     return parser.parse_args(argv)

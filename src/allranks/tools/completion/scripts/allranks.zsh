@@ -53,7 +53,7 @@ _allranks_run() {
     '--respawns=[with --elastic\: restart each lost rank, up to K times (default 3; 0\: continue without it)]:K: ' \
     '--spares=[with --elastic on several hosts\: keep the last N hosts as spares for the ranks of a lost host]:N: ' \
     '--rehearse[with --elastic\: kill ranks in each phase of the first steps, and print whether the result is the same]' \
-    '(-q --quiet)'{-q,--quiet}'[of the launcher'\''s messages, print only the cause of a failure]' \
+    '(-q --quiet)'{-q,--quiet}'[print no message of the launcher except the cause of a failure]' \
     '(-v --verbose)'{-v,--verbose}'[print each step of the launcher with its time]' \
     '--show=[ranks whose output is printed; 0\: rank 0 only, without prefix (default all)]:{0,all,none}:(0 all none)' \
     '--timestamps[print the time before each line, on the screen and in files]' \
@@ -222,12 +222,12 @@ _allranks_env() {
 _allranks_bench() {
   _arguments -s -S -A '-*' \
     '(-h --help)'{-h,--help}'[show this help message and exit]' \
-    '(-n --nproc)'{-n+,--nproc=}'[ranks on this host (default 2; of python 1)]:N: ' \
+    '(-n --nproc)'{-n+,--nproc=}'[ranks on this host (default 2; for python 1)]:N: ' \
     '(-H --hosts)'{-H+,--hosts=}'[with mpi\: hosts on which mpirun starts ranks, and how many ranks on each]:HOST\:N,...:_hosts' \
     '--against=[libraries to compare with\: gloo, mpi]:PEERS: ' \
     '--sizes=[bytes; A..B stands for the sizes from A to B, each 4 times the previous one (default 4,64,1K..64M; for overlap 16M; for small 4,64,1K)]:LIST: ' \
-    '--budget=[seconds for each cell (default 1)]:S: ' \
-    '--dtype=[default float32]:T:(uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64)' \
+    '--budget=[seconds for each verb, size and library (default 1)]:S: ' \
+    '--dtype=[dtype of the tensors (default float32)]:T:(uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64)' \
     '--op=[operator of reductions (default SUM)]:{SUM,AVG,PRODUCT,MIN,MAX}:(SUM AVG PRODUCT MIN MAX)' \
     '--apart[run a barrier before each call, outside the measured time]' \
     '--shared[allocate allranks'\''s tensors in shared memory (empty_shared)]' \
@@ -239,9 +239,9 @@ _allranks_bench() {
 _allranks_tune() {
   _arguments -s -S -A '-*' \
     '(-h --help)'{-h,--help}'[show this help message and exit]' \
-    '(-n --nproc)'{-n+,--nproc=}'[ranks; default\: four on each CPU, up to 64]:N: ' \
-    '(-o --output)'{-o+,--output=}'[default\: tuning.json]:FILE:_files' \
-    '--budget=[for each number of ranks and size; default\: 0.3]:SECONDS: '
+    '(-n --nproc)'{-n+,--nproc=}'[number of ranks (default\: four on each CPU, at most 64)]:N: ' \
+    '(-o --output)'{-o+,--output=}'[file for the settings (default\: tuning.json)]:FILE:_files' \
+    '--budget=[seconds for each number of ranks and size (default\: 0.3)]:SECONDS: '
 }
 
 _allranks_submit() {
@@ -249,7 +249,7 @@ _allranks_submit() {
     '(-h --help)'{-h,--help}'[show this help message and exit]' \
     '--to=[sbatch'\''s, qsub'\''s or bsub'\''s file, or Kubernetes'\'' manifest]:{lsf,slurm,k8s,pbs}:(lsf slurm k8s pbs)' \
     '(-N --nodes --nnodes)'{-N+,--nodes=,--nnodes=}'[hosts (default 1)]:N: ' \
-    '(-n --nproc)'{-n+,--nproc=}'[total number of ranks, equal on all hosts]:N: ' \
+    '(-n --nproc)'{-n+,--nproc=}'[number of ranks on all hosts together, a multiple of the hosts]:N: ' \
     '--nproc-per-node=[ranks on each host (default\: its GPUs, or 1)]:N: ' \
     '--cpus=[CPUs for each rank (default 1)]:N: ' \
     '--gpus=[GPUs on each host (default 0)]:N: ' \
