@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from collections import Counter, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -73,6 +74,23 @@ def test_values_declared_as_local_are_not_refused() -> None:
         return len(losses)
 
     assert run_ranks(2, program, may_die=[1]) == [4, 4]
+
+
+def test_part_that_is_too_large_to_be_observed_is_announced() -> None:
+    def program() -> list[str]:
+        replay = deque([float(number)] for number in range(10_001))
+        losses = [0.0] * 10_001
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in dist.resilience.State(replay=replay, losses=losses).steps(4):
+                with step:
+                    losses.append(1.0)
+                    replay.append([2.0])
+        return [str(each.message) for each in caught]
+
+    (text,), *others = run_ranks(2, program)
+    assert "State: replay: too large to be observed" in text
+    assert others == [[]]
 
 
 def test_changed_object_optimizer_and_iterator_outside_the_state_are_refused() -> None:

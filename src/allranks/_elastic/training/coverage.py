@@ -49,6 +49,8 @@ class Coverage:
         self.modules = [part for part in parts.values() if isinstance(part, nn.Module)]
         self.optimizers = [part for part in parts.values() if isinstance(part, torch.optim.Optimizer)]
         self.set_wrappers(wrappers)
+        self.unvisited: dict[str, Any] = {}
+        """Objects which the last traversal did not enter, because they are too large."""
         self._boundary = Boundary(skip=local, roots=parts.values())
         self._others = {
             name: part
@@ -72,7 +74,9 @@ class Coverage:
         fully_sharded.reshard(self.modules)
         names = {id(p): f"{n}.{q}" for n, part in self.parts.items() for q, p in _named(part)}
         roots = {**self.parts, **{f"own[{n}]": tensor for n, tensor in enumerate(self.own)}}
-        return reach(roots, self._boundary, name_of=lambda tensor: names.get(id(tensor)))
+        found = reach(roots, self._boundary, name_of=lambda tensor: names.get(id(tensor)))
+        self.unvisited = found.unvisited
+        return found
 
     def buffer(self, name: str) -> Tensor | None:
         """Return a buffer of a module. The module may have replaced the tensor since it was last read."""

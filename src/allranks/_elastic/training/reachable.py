@@ -149,7 +149,8 @@ class Reached:
         iterators: Objects with a position that cannot be read.
         wrappers: DistributedDataParallel objects, torch's and allranks's. Only the wrapped module is traversed.
         owners: The object of each attribute dict.
-        truncated: The graph was larger than the limit of the traversal.
+        unvisited: Containers with more than 10,000 elements, which the traversal does not enter. If there are more than
+            200,000 objects, also the first object beyond this number.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -159,7 +160,7 @@ class Reached:
     iterators: dict[str, Any] = field(default_factory=dict)
     wrappers: dict[str, Any] = field(default_factory=dict)
     owners: dict[str, Any] = field(default_factory=dict)
-    truncated: bool = False
+    unvisited: dict[str, Any] = field(default_factory=dict)
     _seen: set[int] = field(default_factory=set)
     _alive: list[Any] = field(default_factory=list)  # so that no id is reused during the traversal
 
@@ -195,7 +196,7 @@ def reach(
         if type(value) in PLAIN or id(value) in found._seen or id(value) in boundary.skip:
             continue
         if len(found._seen) >= _MOST:
-            found.truncated = True
+            found.unvisited[path] = value
             break
         found._seen.add(id(value))
         found._alive.append(value)
@@ -204,9 +205,9 @@ def reach(
                 found.tensors[path] = value
         elif isinstance(value, (dict, list, set, collections.deque)):
             found.containers[path] = value
-            queue.extend(_items(path, value, name_of))
+            _visit_items(path, value, found, queue, name_of)
         elif isinstance(value, tuple):
-            queue.extend(_items(path, value, name_of))
+            _visit_items(path, value, found, queue, name_of)
         elif is_array(value):
             found.arrays[path] = value
         elif is_generator(value):
@@ -261,10 +262,21 @@ def _slots(kind: type) -> tuple[str, ...]:
     )
 
 
+def _visit_items(
+    path: str,
+    value: Any,
+    found: Reached,
+    queue: collections.deque[tuple[str, Any]],
+    name_of: Callable[[Tensor], str | None],
+) -> None:
+    if len(value) > _LONG:
+        found.unvisited[path] = value
+    else:
+        queue.extend(_items(path, value, name_of))
+
+
 def _items(path: str, value: Any, name_of: Callable[[Tensor], str | None]) -> Iterable[tuple[str, Any]]:
     if isinstance(value, dict):
-        if len(value) > _LONG:
-            return
         for key, each in value.items():
             label = (
                 name_of(key) or "?" if isinstance(key, Tensor) else repr(key) if type(key) in PLAIN else str(type(key))
@@ -272,7 +284,7 @@ def _items(path: str, value: Any, name_of: Callable[[Tensor], str | None]) -> It
             yield f"{path}[{label}]", each
         return
     # A list of plain values has nothing to traverse. The container itself is recorded.
-    if len(value) > _LONG or (isinstance(value, (list, tuple)) and PLAIN.issuperset(map(type, value))):
+    if isinstance(value, (list, tuple)) and PLAIN.issuperset(map(type, value)):
         return
     for number, each in enumerate(value):
         yield f"{path}[{number}]", each

@@ -10,6 +10,7 @@ what an undisturbed run computes, although a damaged value may have reached the 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from allranks._api import objects
 from allranks._base.errors import StateLostError
 from allranks._call import callsite
-from allranks._call.digests import digest, local_of, shard_of
+from allranks._call.digests import PLAIN, digest, local_of, shard_of
 from allranks._elastic.training import variables
 from allranks._elastic.training.audit import loop_frame, program_frames
 from allranks._elastic.training.coverage import Undo
@@ -33,6 +34,11 @@ from allranks.parallel import drift
 __all__ = ["ReplicaCheck"]
 
 _MAX_RETURNS = 2  # to the same copy; if the values differ again, the program causes it
+
+
+def _has_plain_elements(value: Any) -> bool:
+    elements = value.values() if isinstance(value, dict) else value
+    return isinstance(value, (dict, list, tuple, set, deque)) and PLAIN.issuperset(map(type, elements))
 
 
 class _Checked(NamedTuple):
@@ -67,6 +73,7 @@ class ReplicaCheck(StateRecovery):
     _equal_at = -1  # number of completed steps at the last comparison
     _returns = 0  # to the current copies
     _is_finite = True
+    _warned_of: frozenset[str] = frozenset()
 
     def _verify(self, step: Step) -> None:
         """Compare the values that must be equal on all ranks: after a recovery, and periodically.
@@ -82,6 +89,7 @@ class ReplicaCheck(StateRecovery):
             return
         after_recovery, self._verify_next, self._verified_at = self._verify_next, False, done
         world = self._world
+        self._warn_of_unvisited()
         own = {name for plan in self._plans.values() for name in plan.own}
         digests = {"position": digest(repr(self._position.section_key) + repr((self._position.index, done)))}
         digests |= self._variable_digests(step)
@@ -107,6 +115,18 @@ class ReplicaCheck(StateRecovery):
         if differ:
             compared = {name: found for name, found in digests.items() if name not in self._differing}
             raise self._replicas_differ(compared, " after a loss" if after_recovery else "")
+
+    def _warn_of_unvisited(self) -> None:
+        """Warn of parts whose elements are not restored. Rank 0 warns, once of each part."""
+        large = {path: value for path, value in self._coverage.unvisited.items() if path not in self._warned_of}
+        self._warned_of |= large.keys()
+        new = [path for path, value in large.items() if not _has_plain_elements(value)]
+        if new and self._world.rank() == 0:
+            callsite.warn(
+                f"State: {', '.join(new[:3])}{' and others' if len(new) > 3 else ''}: too large to be observed in each"
+                " step. State restores which elements a list or dict has, but not a change within an element.\n  Do not"
+                " change the elements in place, or keep their numbers in a tensor or an array."
+            )
 
     def _recover(self) -> None:
         # A new process has no copies to return to. The next step of all ranks makes new ones.
