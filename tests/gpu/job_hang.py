@@ -42,6 +42,7 @@ if cause == "late":
     if rank == 1:
         time.sleep(SECONDS)  # late
     td.all_reduce(tensor)  # waits: late
+    print(tensor.sum().item())  # on nccl, the CPU waits here
 else:
     groups = [td.new_group([each]) for each in range(td.get_world_size())]
     own = torch.ones(4, device=device)
@@ -52,5 +53,4 @@ else:
         td.all_reduce(own, group=groups[rank])
         print(own.sum().item() if kind == "cuda" else time.sleep(SECONDS))  # busy
     td.all_reduce(torch.ones(4))  # waits: busy
-td.barrier()
 td.destroy_process_group()

@@ -28,22 +28,18 @@ def run(folder: Path, *options: str) -> tuple[int, list[tuple[str, str]], str]:
 
 
 def test_rows_pass_on_cpu_tensors(tmp_path: Path) -> None:
-    words = ["recovery on native", "every_dtype on gloo, ranks: 1", "plugin_beside_nccl", "large on native, ranks: 2"]
+    words = ["recovery on native", "every_dtype on gloo, ranks: 1", "plugin_beside_nccl"]
     code, rows, report = run(tmp_path, *words)
     assert code == 0, report
-    expected = ["every_dtype", "large", "plugin_beside_nccl", "recovery"]
+    expected = ["every_dtype", "plugin_beside_nccl", "recovery"]
     assert sorted(rows) == [(check, "ok") for check in expected], report
 
 
-def test_rows_of_several_ranks_per_gpu_pass_on_cpu_tensors(tmp_path: Path) -> None:
-    code, rows, report = run(tmp_path, "--several-ranks-per-gpu", "every_verb on gloo, ranks: 2", "messages_of_nccl")
-    assert (code, sorted(rows)) == (0, [("every_verb", "ok"), *[("messages_of_nccl", "ok")] * 2]), report
-
-
 def test_row_that_exceeds_its_limit_fails_and_the_next_one_runs(tmp_path: Path) -> None:
-    code, rows, report = run(tmp_path, "--limit", "0.01", "every_verb on gloo, ranks: 1", "dtypes on gloo, ranks: 1")
-    assert (code, rows[0][1], len(rows)) == (1, "FAIL", 3), report
-    assert "1 of 1 ranks have not finished after 0.01 s" in report
+    code, rows, report = run(tmp_path, "--several-ranks-per-gpu", "--limit", "0.01", "every_verb on gloo")
+    assert (code, rows) == (1, [("every_verb", "FAIL")] * 2), report
+    for ranks in (2, 4):
+        assert f"{ranks} of {ranks} ranks have not finished after 0.01 s" in report
 
 
 def test_rows_after_the_budget_are_not_run(tmp_path: Path) -> None:
