@@ -112,3 +112,29 @@ def test_immediate_close_waits_until_all_ranks_have_connected() -> None:
         return size
 
     assert run_ranks(3, body) == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
+        "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this.",
+    ],
+    ids=["before 2.30", "since 2.30"],
+)
+def test_error_of_nccl_on_a_shared_gpu_names_the_native_engine(cause: str) -> None:
+    class Refuses(StandIn):
+        def allreduce(self, _tensors: object, _options: object) -> StandIn:
+            raise RuntimeError(f"[/pytorch/NCCLUtils.cpp:94] NCCL error: invalid usage\nLast error:\n{cause}")
+
+    def body() -> None:
+        c10d._nccl = Refuses
+        c10d.C10dEngine._check = lambda *_: None  # type: ignore[method-assign] # skips the check for a GPU tensor
+        world = dist.group.WORLD
+        assert world is not None
+        made = _engines.make_engine("nccl", 0, world.members, partial(exchange_locally, world, [0]), "of nccl", 60.0)
+        with pytest.raises(dist.UsageError, match=r"two ranks use the same GPU.*\n.*init_process_group\(\"native\"\)"):
+            made.all_reduce(torch.ones(2), dist.ReduceOp.SUM, False)
+        made.close()
+
+    run_ranks(1, body)

@@ -46,9 +46,10 @@ class Away(Tensor):
 
 
 class Stream:
-    """The only stream of the device."""
+    """The only stream of the device. ``captures``: it pretends to record a graph."""
 
     waits = 0
+    captures = False
 
     @classmethod
     def synchronize(cls) -> None:
@@ -60,6 +61,9 @@ class _Module(_DummyBackendModule):
 
     def current_stream(self, device: torch.device) -> type[Stream]:
         return Stream
+
+    def is_current_stream_capturing(self) -> bool:
+        return Stream.captures
 
 
 def enter() -> torch.device:

@@ -6,12 +6,13 @@ stand-in (`away`). Expected values are computed from the inputs of all ranks, on
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,9 @@ import torch
 from torch import Tensor, nn
 
 import allranks as dist
+from allranks import _core, checkpoint
+from allranks._engines.c10d.engine import DTYPES, reduces
+from allranks._engines.checks import CODES
 
 SEVERAL = 3  # elements
 
@@ -48,7 +52,10 @@ def same(tensor: Tensor, expected: Tensor, device: torch.device) -> None:
     """Fail if the tensor is on another device or has other values."""
     assert tensor.device.type == device.type, f"on {tensor.device}"
     assert tensor.dtype == expected.dtype
-    assert torch.equal(tensor.cpu(), expected), f"{tensor.cpu()}, expected {expected}"
+    found = tensor.cpu()
+    if expected.dtype is torch.complex32:  # torch cannot compare it
+        found, expected = found.to(torch.complex64), expected.to(torch.complex64)
+    assert torch.equal(found, expected), f"{found}, expected {expected}"
 
 
 def every_verb(device: torch.device) -> None:
@@ -168,6 +175,105 @@ def dtypes(device: torch.device) -> None:
         same(tensor.view(torch.uint8), given(size - 1, 5, dtype=dtype).view(torch.uint8), device)
 
 
+def every_dtype(device: torch.device) -> str:
+    """Check every collective with every dtype, and every reduction that docs/engines.md lists for the engine."""
+    reduced = 0
+    for dtype in CODES:
+        _moves(dtype, device)
+        for op in (op for op in dist.ReduceOp if op is not dist.ReduceOp.PREMUL_SUM):
+            if _engine_reduces(device, dtype, op):
+                reduced += 1
+                _reduces(dtype, op, device)
+            else:
+                with pytest.raises(dist.UsageError, match=rf"does not support {op.name} of {dtype} "):
+                    dist.all_reduce(_bits(0, 2, dtype).to(device).view(dtype), op)
+    return f"{len(CODES)} dtypes, {reduced} reductions"
+
+
+def _engine_reduces(device: torch.device, dtype: torch.dtype, op: dist.ReduceOp) -> bool:
+    world = dist.group.WORLD
+    assert world is not None
+    assert world._engine is not None
+    engines = world._engine.parts()
+    name = (engines.get(device.type) or engines["cpu"]).name
+    return reduces(name, dtype, op) if name in ("gloo", "nccl") else _core.reduces(CODES[dtype], op)
+
+
+def _bits(number: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Return the bytes of elements of a dtype, different for each number. torch cannot copy every dtype itself."""
+    octets = (torch.arange(numel * dtype.itemsize) * 7 + number * 31) % 251
+    return (octets % 2 if dtype is torch.bool else octets).to(torch.uint8)
+
+
+def _moves(dtype: torch.dtype, device: torch.device) -> None:
+    """Check the collectives that only move data, bit by bit."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    last, ranks = size - 1, range(size)
+
+    def mine(number: int = rank) -> Tensor:
+        return _bits(number, SEVERAL, dtype).to(device).view(dtype)
+
+    def room(pieces: int = 1) -> Tensor:
+        return torch.zeros(SEVERAL * pieces * dtype.itemsize, dtype=torch.uint8).to(device).view(dtype)
+
+    def holds(tensor: Tensor, *numbers: int) -> None:
+        expected = torch.cat([_bits(number, SEVERAL, dtype) for number in numbers])
+        same(tensor.view(torch.uint8), expected, device)
+
+    dist.broadcast(tensor := mine(), last)
+    holds(tensor, last)
+    dist.all_gather(rows := [room() for _ in ranks], mine())
+    dist.all_gather_into_tensor(table := room(size), mine())
+    holds(table, *ranks)
+    dist.gather(mine(), gathered := [room() for _ in ranks] if rank == last else None, last)
+    dist.scatter(part := room(), [mine(10 + r) for r in ranks] if rank == 0 else None, 0)
+    holds(part, 10 + rank)
+    dist.all_to_all(turned := [room() for _ in ranks], [mine(rank * size + r) for r in ranks])
+    whole = torch.cat([_bits(rank * size + r, SEVERAL, dtype) for r in ranks])
+    dist.all_to_all_single(exchanged := room(size), whole.to(device).view(dtype))
+    holds(exchanged, *(r * size + rank for r in ranks))
+    for r in ranks:
+        holds(rows[r], r)
+        holds(turned[r], r * size + rank)
+        if gathered is not None:
+            holds(gathered[r], r)
+    if size > 1:
+        work = dist.isend(mine(), (rank + 1) % size)
+        dist.recv(received := room(), (rank - 1) % size)
+        work.wait()
+        holds(received, (rank - 1) % size)
+
+
+def _reduces(dtype: torch.dtype, op: dist.ReduceOp, device: torch.device) -> None:
+    """Check the reductions. The operands are 1 and 2, so that the results of up to 4 ranks are exact."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
+
+    def operand(r: int) -> Tensor:
+        numbers = (torch.arange(size * 2) + r) % 2
+        return numbers.to(torch.bool) if dtype is torch.bool else (numbers + 1).to(wide)
+
+    folds = {
+        "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum, "BAND": torch.bitwise_and,
+        "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor,
+    }  # fmt: skip
+    total = functools.reduce(folds.get(op.name, torch.add), [operand(r) for r in range(size)])
+    if op is dist.ReduceOp.AVG:
+        total = total / size if wide is not torch.int64 else total.div(size, rounding_mode="trunc")
+    expected = total.to(dtype)
+    mine = operand(rank).to(dtype)
+    dist.all_reduce(summed := mine.to(device, copy=True), op)
+    same(summed, expected, device)
+    dist.reduce(at_last := mine.to(device, copy=True), size - 1, op)
+    same(at_last, expected if rank == size - 1 else mine, device)
+    for call, operands in (
+        (dist.reduce_scatter, list(mine.to(device).chunk(size))),
+        (dist.reduce_scatter_tensor, mine.to(device)),
+    ):
+        call(part := torch.zeros(2, dtype=dtype).to(device), operands, op)
+        same(part, expected.chunk(size)[rank], device)
+
+
 def layouts(device: torch.device) -> None:
     """Check tensors that are not contiguous, or are conjugate views."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -222,7 +328,7 @@ def objects_and_sparse(device: torch.device) -> None:
     assert mine == [{"rank": rank}]
     dist.all_reduce_coalesced(several := [given(rank, 2).to(device), given(rank, 3).to(device)])
     same(several[1], functools.reduce(torch.add, [given(r, 3) for r in range(size)]), device)
-    if device.type == "cuda":  # the stand-in has no sparse tensors
+    if device.type != "away":  # the stand-in has no sparse tensors
         at = torch.tensor([[rank, size]])
         tensor = torch.sparse_coo_tensor(at, torch.tensor([1.0, 2.0]), (size + 1,)).to(device)
         dist.all_reduce(tensor)
@@ -346,6 +452,7 @@ def training(device: torch.device) -> None:
             (by_hand(given(r + step, 8, 6)).square().mean() / size).backward()
         expected.append(stepped(by_hand))
 
+    devices = None if device.type == "cpu" else [device.index]
     for options in (
         {"overlap": False},
         {"overlap": True},
@@ -356,16 +463,19 @@ def training(device: torch.device) -> None:
         overlap = options.pop("overlap")
         model = made().to(device)
         model.unused.requires_grad_("find_unused_parameters" in options or "static_graph" in options)
-        wrapped = dist.nn.parallel.DistributedDataParallel(model, device_ids=[device.index], **options)
+        wrapped = dist.nn.parallel.DistributedDataParallel(model, device_ids=devices, **options)
         wrapped.overlap = overlap
         for step in range(3):
             batch = given(rank + step, 8, 6)  # DistributedDataParallel moves it to the device
             wrapped(batch).square().mean().backward()
             torch.testing.assert_close(stepped(model), expected[step], rtol=1e-4, atol=1e-5)
         assert model.seen.item() == 3
-    wrapped = dist.nn.parallel.DistributedDataParallel(made().to(device))
-    with pytest.raises(dist.UsageError, match=r"no gradient to 2 of 8 parameters .*unused.weight"):
-        wrapped(given(rank, 8, 6).to(device)).sum().backward()
+    if size > 1:  # a rank alone has no gradient to wait for
+        wrapped = dist.nn.parallel.DistributedDataParallel(made().to(device))
+        with pytest.raises(dist.UsageError, match=r"no gradient to 2 of 8 parameters .*unused.weight"):
+            wrapped(given(rank, 8, 6).to(device)).sum().backward()
+    if device.type == "cpu":
+        return
     with pytest.raises(dist.UsageError, match=r"the module's parameters are on"):
         dist.nn.parallel.DistributedDataParallel(made().to(device), device_ids=["cpu"])
 
@@ -481,6 +591,71 @@ def streams(device: torch.device) -> None:
         same(tensor, torch.full((numel,), float(size - 1)), device)
 
 
+def graphs(device: torch.device) -> str:
+    """Check a call in the capture of a CUDA graph: it is replayed with correct results, or refused without damage."""
+    size = dist.get_world_size()
+    tensor = torch.ones(4, device=device)
+    dist.all_reduce(tensor)  # nccl connects in the first call, which must not be captured
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # The other modes also forbid the calls of nccl's watchdog thread while a capture is in progress.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        try:
+            dist.all_reduce(tensor)
+        except dist.UsageError as error:
+            refusal = str(error)
+        else:
+            refusal = ""
+    if not refusal:
+        for replays in (1, 2):
+            tensor.fill_(replays)
+            graph.replay()
+            torch.cuda.synchronize()
+            same(tensor, torch.full((4,), float(size * replays)), device)
+        return "captured"
+    assert "is being captured in a graph" in refusal
+    dist.all_reduce(tensor.fill_(1))
+    same(tensor, torch.full((4,), float(size)), device)
+    return "refused"
+
+
+def checkpoints(device: torch.device) -> None:
+    """Check a saved and loaded training: equal tensors, tensors of each rank, and every dtype, bit by bit."""
+    rank = dist.get_rank()
+    dist.broadcast_object_list(folders := [tempfile.mkdtemp() if rank == 0 else None], 0)
+    folder = str(folders[0])
+
+    def made(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = nn.Linear(8, 300).to(device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(4, 8).to(device)).square().mean().backward()
+        optimizer.step()
+        tensors = {str(dtype): _bits(seed, SEVERAL, dtype).view(dtype).to(device) for dtype in DTYPES}
+        own = given(rank + seed, 5).to(device)
+        return {"model": model, "optimizer": optimizer, "tensors": tensors, "own": own}
+
+    def bits(state: dict[str, Any]) -> list[Tensor]:
+        tensors = [*state["model"].parameters(), *state["tensors"].values(), state["own"]]
+        tensors += [each for moments in state["optimizer"].state.values() for each in moments.values()]
+        return [each.detach().cpu().view(-1).view(torch.uint8) for each in tensors]
+
+    try:
+        saved = made(1)
+        checkpoint.save(saved, folder, step=1)
+        checkpoint.save_async(saved, folder, step=2).wait()
+        for step in (1, 2):
+            checkpoint.load(folder, step=step, into=(loaded := made(2)))
+            for number, (ours, theirs) in enumerate(zip(bits(loaded), bits(saved), strict=True)):
+                assert torch.equal(ours, theirs), (step, number, ours, theirs)
+            assert {loaded["own"].device.type, *(p.device.type for p in loaded["model"].parameters())} == {device.type}
+        assert checkpoint.verify(checkpoint.latest(folder)) == []
+        dist.barrier()
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder)
+
+
 def cpu_beside_it(device: torch.device) -> None:
     """Check that each call uses the engine of its tensor's device."""
     size = dist.get_world_size()
@@ -492,45 +667,77 @@ def cpu_beside_it(device: torch.device) -> None:
 
 
 def through_the_plugin(device: torch.device) -> None:
-    """Check functions of torch.distributed, torch's DistributedDataParallel and, on a GPU, FSDP2."""
+    """Check functions of torch.distributed, torch's DistributedDataParallel and FSDP2, on a group of allranks."""
     group = dist.torch_group()
     on_torch(device)
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2)
-    losses = [model(given(r, 3, 4)).square().mean() for r in range(dist.get_world_size())]
-    torch.stack(losses).mean().backward()
-    data = given(dist.get_rank(), 3, 4).to(device)
-    parallel = nn.parallel.DistributedDataParallel(copy.deepcopy(model).to(device), process_group=group)
-    parallel.zero_grad()
-    parallel(data).square().mean().backward()
-    for ours, expected in zip(parallel.parameters(), model.parameters(), strict=True):
-        assert ours.grad is not None
-        assert expected.grad is not None
-        torch.testing.assert_close(ours.grad.cpu(), expected.grad)
-    if device.type != "cuda":
-        return
+    trainings_of_torch(device, group)
+
+
+def trainings_of_torch(device: torch.device, group: Any = None) -> None:
+    """Compare torch's DistributedDataParallel and FSDP2 with the same steps on the CPU, and save FSDP2's shards.
+
+    FSDP2 does not run on the stand-in.
+    """
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    sharded = fully_shard(copy.deepcopy(model).to(device), mesh=DeviceMesh.from_group(group, "cuda"))
-    sharded.zero_grad()
-    sharded(data).square().mean().backward()
-    for ours, expected in zip(sharded.parameters(), model.parameters(), strict=True):
-        assert expected.grad is not None
-        torch.testing.assert_close(ours.grad.full_tensor().cpu(), expected.grad)
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    group = group or torch.distributed.group.WORLD
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 2))
+
+    def stepped(model: nn.Module, run: nn.Module, batches: Sequence[Tensor]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            torch.stack([run(batch).square().mean() for batch in batches]).mean().backward()
+            optimizer.step()
+
+    expected = made()
+    stepped(expected, expected, [given(r, 3, 4) for r in range(size)])
+    mine = [given(rank, 3, 4).to(device)]
+    model = made().to(device)
+    stepped(model, nn.parallel.DistributedDataParallel(model, process_group=group), mine)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), rtol=1e-4, atol=1e-5)
+    if device.type == "away":
+        return
+    mesh = DeviceMesh.from_group(group, device.type)
+    sharded = fully_shard(made().to(device), mesh=mesh)
+    stepped(sharded, sharded, mine)
+    for shard, theirs in zip(sharded.parameters(), expected.parameters(), strict=True):
+        whole: Tensor = shard.full_tensor()  # type: ignore[operator]
+        torch.testing.assert_close(whole.detach().cpu(), theirs.detach(), rtol=1e-4, atol=1e-5)
+    torch.distributed.broadcast_object_list(
+        folders := [tempfile.mkdtemp() if rank == 0 else None], 0, group=group, device=device
+    )
+    try:
+        dcp.save(get_model_state_dict(sharded), checkpoint_id=folders[0], process_group=group)
+        loaded = fully_shard(made().to(device), mesh=mesh)
+        dcp.load(state := get_model_state_dict(loaded), checkpoint_id=folders[0], process_group=group)
+        for name, theirs in get_model_state_dict(sharded).items():
+            assert torch.equal(state[name].to_local(), theirs.to_local()), name
+        torch.distributed.barrier(group)
+    finally:
+        if rank == 0:
+            shutil.rmtree(str(folders[0]))
 
 
 def on_torch(device: torch.device) -> None:
     """Check some verbs of torch.distributed."""
-    rank, size = dist.get_rank(), dist.get_world_size()
     theirs = torch.distributed
+    rank, size = theirs.get_rank(), theirs.get_world_size()
     total = functools.reduce(torch.add, [given(r, size, 2) for r in range(size)])
     theirs.all_reduce(tensor := given(rank, size, 2).to(device))
     same(tensor, total, device)
     work = theirs.all_reduce(tensor := given(rank, size, 2).to(device), async_op=True)
     result = work.get_future().wait()[0]
     # On the stand-in, the future holds the CPU memory behind the tensor.
-    same(result if device.type == "cuda" else tensor, total, device)
+    same(tensor if device.type == "away" else result, total, device)
     theirs.all_gather_into_tensor(gathered := torch.empty(size, 2, device=device), given(rank, 2).to(device))
     same(gathered, torch.stack([given(r, 2) for r in range(size)]), device)
     theirs.reduce_scatter_tensor(part := torch.empty(2, device=device), given(rank, size, 2).to(device).flatten())
@@ -543,39 +750,44 @@ def on_torch(device: torch.device) -> None:
 
 
 def plugin_beside_nccl(device: torch.device) -> None:
-    """Check the backend ``cpu:allranks,cuda:nccl`` of torch.distributed."""
+    """Check the backend ``cpu:allranks,cuda:nccl`` of torch.distributed: verbs, DistributedDataParallel and FSDP2."""
+    _in_world_of_torch("cpu:allranks" if device.type == "cpu" else "cpu:allranks,cuda:nccl", device)
+
+
+def plugin_alone(device: torch.device) -> None:
+    """Check the backend ``allranks`` of torch.distributed: verbs, DistributedDataParallel and FSDP2."""
+    _in_world_of_torch("allranks", device)
+
+
+def _in_world_of_torch(backend: str, device: torch.device) -> None:
     store = None
     if dist.get_rank() == 0:
         store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = torch.tensor([store.port if store else 0])
     dist.broadcast(port, 0)
     store = store or torch.distributed.TCPStore("127.0.0.1", int(port), is_master=False)
-    torch.distributed.init_process_group(
-        "cpu:allranks,cuda:nccl", store=store, rank=dist.get_rank(), world_size=dist.get_world_size()
-    )
-    for where in (device, torch.device("cpu")):
-        on_torch(where)
-
-
-def of_nccl(device: torch.device) -> None:
-    """Check the dtypes and ops that nccl reduces, and that its recv requires a sender."""
-    from allranks._engines.c10d.engine import DTYPES, reduces
-
     rank, size = dist.get_rank(), dist.get_world_size()
-    for dtype in DTYPES:
-        for op in dist.ReduceOp:
-            if op is not dist.ReduceOp.PREMUL_SUM and reduces("nccl", dtype, op):
-                tensor = torch.ones(size, device=device).to(dtype)
-                dist.all_reduce(tensor, op)
-                total = size if op is dist.ReduceOp.SUM and dtype is not torch.bool else 1
-                same(tensor, torch.full((size,), total).to(dtype), device)
-    group = dist.new_group(backend="nccl")
+    dist.destroy_process_group()
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
+    try:
+        for where in {device, torch.device("cpu")}:
+            on_torch(where)
+        trainings_of_torch(device)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def messages_of_nccl(device: torch.device) -> None:
+    """Check a second group on the same engine, messages, and that nccl cannot receive from any rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
     dist.all_reduce(tensor := given(rank, 3).to(device), group=group)
     same(tensor, functools.reduce(torch.add, [given(r, 3) for r in range(size)]), device)
     if size > 1:
-        with pytest.raises(dist.UsageError, match="requires the rank of the sender"):
-            dist.recv(torch.ones(1, device=device))
         messages(device)
+        if device.type == "cuda":
+            with pytest.raises(dist.UsageError, match="requires the rank of the sender"):
+                dist.recv(torch.ones(1, device=device))
 
 
 def two_ranks_on_one_gpu(device: torch.device) -> None:
@@ -616,6 +828,21 @@ def outputs_wait_for_their_stream(device: torch.device) -> None:
     assert away.Stream.waits - before == (dist.get_rank() > 0)
 
 
+def captures_are_refused(device: torch.device) -> None:
+    """Check that a call within the capture of a graph is refused before a copy begins; for the stand-in only."""
+    import away
+
+    tensor = torch.ones(1, device=device)
+    away.Stream.captures = True
+    try:
+        with pytest.raises(dist.UsageError, match="the current stream of away:0 is being captured in a graph"):
+            dist.all_reduce(tensor)
+    finally:
+        away.Stream.captures = False
+    dist.all_reduce(tensor)
+    same(tensor, torch.full((1,), float(dist.get_world_size())), device)
+
+
 def alone_on_its_device(device: torch.device) -> None:
     """Check an engine that supports only device tensors, as nccl does; for the stand-in only.
 
@@ -642,6 +869,7 @@ CHECKS = (
     messages,
     from_any_rank,
     dtypes,
+    every_dtype,
     layouts,
     scaled_sums,
     objects_and_sparse,
@@ -653,25 +881,35 @@ CHECKS = (
     training,
     uneven_training,
     nested_backwards,
+    checkpoints,
     large,
     through_the_plugin,
 )
-"""Checks of the native engine, on any device. `streams` needs a GPU."""
+"""Checks of the native engine, on any device."""
+
+ON_STREAMS = (streams, graphs)
+"""Checks of the native engine and of nccl that need a GPU."""
 
 
 ON_NCCL = (
     every_verb,
     dtypes,
+    every_dtype,
     layouts,
     scaled_sums,
+    objects_and_sparse,
+    messages_of_nccl,
     several_waiters,
     gradients,
     training,
     uneven_training,
+    checkpoints,
     large,
-    streams,
 )
 """Checks of nccl, in a group with or without an engine for the CPU."""
+
+NOT_ON_THE_CPU = (wrong_calls, ranks_on_other_devices, two_ranks_on_one_gpu, *ON_STREAMS)
+"""Checks that have no meaning on CPU tensors."""
 
 
 def on(checks: Sequence[Check], backend: str | None, kind: str, folder: str) -> str:
@@ -681,6 +919,8 @@ def on(checks: Sequence[Check], backend: str | None, kind: str, folder: str) -> 
         import away
 
         device = away.enter()
+    elif kind == "cpu":
+        device = torch.device("cpu")
     else:
         device = torch.device(kind, int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -688,4 +928,5 @@ def on(checks: Sequence[Check], backend: str | None, kind: str, folder: str) -> 
     try:
         return "; ".join(said for check in checks if (said := check(device)))
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a check may have left it
+            dist.destroy_process_group()

@@ -20,7 +20,7 @@ gpu = pytest.mark.skipif(not GPUS, reason="needs an NVIDIA GPU, and a torch that
 
 def test_native_passes_all_checks_on_the_stand_in_device() -> None:
     """Run the checks without a GPU. Pinned memory and streams need a real GPU."""
-    several = (*checks.CHECKS, checks.outputs_wait_for_their_stream)
+    several = (*checks.CHECKS, checks.outputs_wait_for_their_stream, checks.captures_are_refused)
     run_ranks(2, checks.on, several, "native", "away", FOLDER, init=False, timeout_s=110)
 
 
@@ -61,7 +61,7 @@ def test_mpi_passes_checks_on_the_stand_in_device() -> None:
 
 
 @gpu
-@pytest.mark.parametrize("check", [*checks.CHECKS, checks.streams], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*checks.CHECKS, *checks.ON_STREAMS], ids=lambda check: check.__name__)
 def test_native_passes_check_with_two_ranks_on_one_gpu(check: checks.Check) -> None:
     run_ranks(2, checks.on, [check], "native", "cuda", FOLDER, init=False, env={"LOCAL_RANK": "0"})
 
@@ -69,7 +69,9 @@ def test_native_passes_check_with_two_ranks_on_one_gpu(check: checks.Check) -> N
 @gpu
 @pytest.mark.parametrize("backend", ["nccl", None, "cpu:gloo,cuda:nccl"])
 def test_nccl_passes_checks_with_one_rank_on_each_gpu(backend: str | None) -> None:
-    several = checks.ON_NCCL if backend == "nccl" else (*checks.ON_NCCL, checks.cpu_beside_it)
+    several = [*checks.ON_NCCL, *checks.ON_STREAMS]
+    if backend != "nccl":
+        several.append(checks.cpu_beside_it)
     run_ranks(GPUS, checks.on, several, backend, "cuda", FOLDER, init=False)
 
 

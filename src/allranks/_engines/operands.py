@@ -144,6 +144,8 @@ class Operands:
     def _check_device(self, tensor: Tensor) -> None:
         if self._device is None:
             self._device = tensor.device
+            if self._on_host and not tensor.is_cpu:
+                _check_not_captured(self.verb, tensor.device)
         elif tensor.device != self._device:
             raise UsageError(f"{self.verb}: tensors must be on one device, not on {self._device} and {tensor.device}")
 
@@ -272,6 +274,20 @@ def _clashes(reads: Sequence[Tensor], writes: Sequence[Tensor], own: int) -> lis
 def _plain(tensor: Tensor) -> bool:
     # A lazily conjugated or negated tensor has a flag; its bytes are not changed.
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def _check_not_captured(verb: str, device: torch.device) -> None:
+    """Raise an error if the current stream records a graph.
+
+    A graph cannot repeat the exchange between the ranks, and the wait for a copy would make the recording fail.
+    """
+    captures = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
+    if captures is not None and captures():
+        raise UsageError(
+            f"{verb}: the current stream of {device} is being captured in a graph, but this engine copies tensors of"
+            f" {device.type} through the host, which a graph cannot contain.\n  Make the call outside of the capture,"
+            " or use the engine nccl for tensors on GPUs."
+        )
 
 
 def _let_finish(device: torch.device) -> None:

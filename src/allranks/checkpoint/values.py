@@ -128,17 +128,18 @@ def require_dense(path: str, tensor: Tensor) -> None:
 def _memory_of(tensor: Tensor | Shard) -> tuple[object, ...] | None:
     """Return a key that is equal for tensors with the same values at the same position of the same whole.
 
-    It is None if the tensor has no memory.
+    It is None if the tensor has no memory with an address.
     """
     plain, whole = (tensor.tensor, (tensor.offsets, tensor.shape)) if isinstance(tensor, Shard) else (tensor, None)
     local: Tensor = getattr(plain, "_local_tensor", plain)
-    # Empty tensors can share the address 0 without being the same tensor.
-    if not local.numel():
+    # Empty tensors, and tensors of a device without addresses, have address 0 without being the same tensor.
+    address = local.data_ptr() if local.numel() else 0
+    if not address:
         return None
     # A conjugate or negative view has the memory of its base, but other values.
     lazy = (local.is_conj(), local.is_neg(), plain.is_conj(), plain.is_neg())
     spread = (getattr(plain, "device_mesh", None), getattr(plain, "placements", None), tuple(plain.shape), whole)
-    return local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, local.device, lazy, spread
+    return address, tuple(local.shape), local.stride(), local.dtype, local.device, lazy, spread
 
 
 def flatten(state: object, path: str = "") -> Flat:

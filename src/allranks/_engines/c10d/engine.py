@@ -64,6 +64,8 @@ _CONNECT_ADVICE = {
     " through which they reach each other.",
     "nccl": "Set NCCL_DEBUG=INFO to print nccl's own log.",
 }
+# nccl's error if two ranks use one GPU: before version 2.30, and since.
+_SHARED_GPU = ("Duplicate GPU", "using the same GPU")
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 DTYPES = (*_FLOATS, *_INTEGERS, torch.bool, torch.complex64, torch.complex128)
@@ -239,7 +241,7 @@ class C10dEngine(FlatEngine):
                 gone[0],
             ) from error
         # nccl detects two ranks on one GPU in the first call only.
-        if "Duplicate GPU" in str(error):
+        if any(cause in str(error) for cause in _SHARED_GPU):
             raise UsageError(
                 f"{here}: two ranks use the same GPU, but nccl requires one GPU per rank.\n  Call "
                 "torch.cuda.set_device(LOCAL_RANK) before init_process_group, or use the native engine, in which ranks "
