@@ -1,5 +1,6 @@
 """The wheel serves Python 3.10 and later and any torch version, and works with only its declared requirements."""
 
+import ast
 import os
 import re
 import subprocess
@@ -44,6 +45,21 @@ def test_the_package_and_its_wheel_have_one_version() -> None:
     assert allranks.__version__ == version
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert re.search(rf"^## {re.escape(version)} \(", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+def test_modules_import_only_declared_requirements() -> None:
+    """An optional package is imported in a function, and a package for types below TYPE_CHECKING."""
+    requires = (Requirement(each) for each in distribution("allranks").requires or ())
+    declared = {each.name.replace("-", "_") for each in requires if each.marker is None}
+    undeclared = []
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.append(node.module or "")
+            tops = {name.partition(".")[0] for name in names}
+            undeclared += [f"{path}: {top}" for top in tops - declared - sys.stdlib_module_names - {"allranks"}]
+    assert undeclared == []
 
 
 @pytest.mark.timeout(600)

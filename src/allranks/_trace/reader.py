@@ -10,12 +10,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
-
-from typing_extensions import Buffer
+from typing import TYPE_CHECKING, Final
 
 from allranks._base import verbs
 from allranks._base.errors import AllranksError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = [
     "COMMAND",
