@@ -7,6 +7,7 @@ CI, they fail.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -60,12 +61,23 @@ def names_of(folder: Path) -> list[str]:
     )
 
 
+def return_to_step_5(folder: Path) -> Path:
+    """Make step 5 the last checkpoint of Lightning, as if the job had ended there. Return its path."""
+    (fifth,), (tenth,) = folder.glob("*step=5.ckpt"), folder.glob("*step=10.ckpt")
+    shutil.rmtree(tenth) if tenth.is_dir() else tenth.unlink()
+    last = folder / "last.ckpt"
+    last.unlink()
+    last.symlink_to(fifth.name)
+    return last
+
+
 def test_lightning_saves_shards_and_resumes(train: Callable[..., str], tmp_path: Path) -> None:
-    train("lightning_train.py", "parts", 5, "--sharded")
-    last = tmp_path / "parts" / "last.ckpt"
+    weights = train("lightning_train.py", "parts", 10, "--sharded")
+    last = return_to_step_5(tmp_path / "parts")
     assert names_of(last) == ["meta.pt", *(f"step-0000000000/{name}" for name in PARTS)]
     assert checkpoint.verify(last) == []
-    assert train("lightning_train.py", "parts", 10, "--sharded") == train("lightning_train.py", "one", 10, "--sharded")
+    assert checkpoint.load(last)["optimizer_0"]["state"]["net.0.weight"]["step"] == 5
+    assert train("lightning_train.py", "parts", 10, "--sharded") == weights
     assert checkpoint.verify(last) == []
     loaded = checkpoint.load(last)
     assert loaded["state_dict"]["net.0.weight"].shape == (30, 8)
@@ -73,20 +85,23 @@ def test_lightning_saves_shards_and_resumes(train: Callable[..., str], tmp_path:
 
 
 def test_lightning_saves_one_file_and_resumes(train: Callable[..., str], tmp_path: Path) -> None:
-    train("lightning_train.py", "parts", 5)
-    assert train("lightning_train.py", "parts", 10) == train("lightning_train.py", "one", 10)
-    last = checkpoint.load(tmp_path / "parts" / "last.ckpt", weights_only=False)
+    weights = train("lightning_train.py", "parts", 10)
+    path = return_to_step_5(tmp_path / "parts")
+    assert checkpoint.load(path, weights_only=False)["global_step"] == 5
+    assert train("lightning_train.py", "parts", 10) == weights
+    last = checkpoint.load(path, weights_only=False)
     assert last["global_step"] == 10
     assert last["state_dict"]["net.0.weight"].shape == (30, 8)
 
 
 def test_accelerate_saves_and_resumes(train: Callable[..., str], tmp_path: Path) -> None:
-    train("accelerate_train.py", "parts", 5)
+    weights = train("accelerate_train.py", "parts", 10)
+    shutil.rmtree(tmp_path / "parts" / "step-10")
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
         folder = tmp_path / "parts" / "step-5" / name
         assert names_of(folder) == [f"step-0000000000/{part}" for part in PARTS]
         assert checkpoint.verify(folder) == []
-    assert train("accelerate_train.py", "parts", 10) == train("accelerate_train.py", "one", 10)
+    assert train("accelerate_train.py", "parts", 10) == weights
     loaded = checkpoint.load(tmp_path / "parts" / "step-10" / "pytorch_model_fsdp_0")
     assert loaded["model"]["0.weight"].shape == (30, 8)
 

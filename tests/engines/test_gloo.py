@@ -19,7 +19,6 @@ import allranks as dist
 from allranks._engines.c10d.engine import DTYPES, reduces
 from allranks.testing import run_ranks
 from support import warm
-from support.prompt import PROMPT_S
 
 OPS = [op for op in dist.ReduceOp if op is not dist.ReduceOp.PREMUL_SUM]
 
@@ -181,13 +180,11 @@ def test_killed_rank_is_named_with_gloo(verb: str) -> None:
         if dist.get_rank() == 1:
             time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGKILL)
-        began = time.monotonic()
         with pytest.raises(dist.PeerLostError) as caught:
             dist.all_reduce(torch.ones(3)) if verb == "all_reduce" else dist.recv(torch.ones(3), 1)
         assert caught.value.rank == 1
         with pytest.raises(dist.PeerLostError, match="rank 1"):
             dist.barrier()
-        assert time.monotonic() - began < PROMPT_S
         return str(caught.value)
 
     for text in run_ranks(3, body, may_die={1})[::2]:
@@ -240,23 +237,21 @@ def test_debug_mode_compares_calls() -> None:
 
 
 def test_late_rank_causes_a_timeout() -> None:
-    def body() -> float:
+    def body() -> None:
         again(timeout=0.6)
         if dist.get_rank() == 1:
             time.sleep(1.5)
             with pytest.raises(dist.AllranksError):
                 dist.barrier()
-            return 0
-        began = time.monotonic()
+            return
         work = dist.all_reduce(torch.ones(1), async_op=True)
         with pytest.raises(dist.TimeoutError, match=r"has not completed after 0.1 s.\n  The call continues"):
             work.wait(timedelta(seconds=0.1))
         with pytest.raises(dist.TimeoutError, match=r"did not call within 0.6 s"):
             work.wait()
         assert isinstance(work.exception(), dist.TimeoutError)
-        return time.monotonic() - began
 
-    assert run_ranks(2, body)[0] < 1.3
+    run_ranks(2, body)
 
 
 def test_destroy_fails_pending_calls() -> None:
@@ -269,13 +264,11 @@ def test_destroy_fails_pending_calls() -> None:
         works = [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(3)]
         works.append(dist.irecv(torch.ones(1), 1))
         threading.Timer(0.3, dist.destroy_process_group).start()
-        began = time.monotonic()
         said = []
         for work in works:
             with pytest.raises(dist.AllranksError) as caught:
                 work.wait()
             said.append(str(caught.value))
-        assert time.monotonic() - began < PROMPT_S
         return "\n".join(said)
 
     said = run_ranks(2, body)[0]
@@ -283,21 +276,17 @@ def test_destroy_fails_pending_calls() -> None:
 
 
 def test_ctrl_c_interrupts_a_blocked_call() -> None:
-    def body() -> float:
+    def body() -> None:
         again(timeout=300)
         if dist.get_rank() == 1:
-            time.sleep(1)
-            return 0
-        took = 0.0
+            time.sleep(3)  # rank 0 is interrupted before
+            return
         for wait in (dist.barrier, lambda: dist.recv(torch.ones(1), 1)):
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-            began = time.monotonic()
             with pytest.raises(KeyboardInterrupt):
                 wait()
-            took = max(took, time.monotonic() - began)
-        return took
 
-    assert run_ranks(2, body)[0] < 0.6
+    run_ranks(2, body)
 
 
 def test_forked_child_exits_without_blocking() -> None:

@@ -23,12 +23,13 @@ from allranks import _core
 from allranks._base import pickling
 from allranks._engines.mpi.job import _wait_until_read
 from support.mpi_jobs import mpirun, python_with, run_by_mpi
-from support.prompt import PROMPT_S
 from support.workers import Workers
 
 OPS = [op for op in dist.ReduceOp if op is not dist.ReduceOp.PREMUL_SUM]
 # torch cannot convert to pairs of 4-bit numbers. tests/api/test_pieces.py transfers them.
 DTYPES = {name: getattr(torch, name) for name in _core.DTYPES if name != "float4_e2m1fn_x2"}
+# The other reductions have the same operators as all_reduce: one dtype for each kind of operator and element size.
+EVERY_KIND = ("bool", "uint8", "int64", "bfloat16", "float32", "complex64")
 BOTH = pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
 
 
@@ -76,6 +77,8 @@ def test_mpi_reduces_as_the_native_engine_does(job: Callable[..., list]) -> None
                 dist.all_reduce(expected, op, group=native)
                 dist.all_reduce(actual, op)
                 assert same(actual, expected), (dtype, op)
+                if name not in EVERY_KIND:
+                    continue
                 actual = mine.clone()
                 dist.reduce(actual, size - 1, op)
                 assert same(actual, expected if rank == size - 1 else mine), (dtype, op)
@@ -521,7 +524,6 @@ def test_destroy_fails_pending_calls(job: Callable[..., list]) -> None:
             return ""
         works = [dist.irecv(torch.ones(1), 1, group=group), dist.isend(torch.ones(1 << 20), 1, group=group, tag=9)]
         threading.Timer(0.3, dist.destroy_process_group, (group,)).start()
-        began = time.monotonic()
         said = []
         for work in works:
             with pytest.raises(dist.AllranksError) as caught:
@@ -529,7 +531,6 @@ def test_destroy_fails_pending_calls(job: Callable[..., list]) -> None:
             assert work.is_completed()
             assert work.exception() is caught.value
             said.append(str(caught.value))
-        assert time.monotonic() - began < PROMPT_S
         return "\n".join(said)
 
     said = job(body)[0]
@@ -552,9 +553,8 @@ def test_broadcast_root_may_destroy_the_group_before_late_ranks_call(job: Callab
 
 
 def test_late_rank_causes_a_timeout(job: Callable[..., list]) -> None:
-    def body() -> float:
+    def body() -> None:
         group = dist.new_group(timeout=0.6)
-        began = time.monotonic()
         if dist.get_rank() == 0:
             with pytest.raises(dist.TimeoutError, match=r"did not call within 0.6 s. MPI does not report which.\n"):
                 dist.recv(torch.ones(1), 1, group=group)
@@ -566,33 +566,27 @@ def test_late_rank_causes_a_timeout(job: Callable[..., list]) -> None:
             assert isinstance(work.exception(), dist.TimeoutError)
             with pytest.raises(dist.AllranksError, match=r"cannot be used any more: all_reduce did not complete"):
                 dist.barrier(group)
-        took = time.monotonic() - began
         dist.barrier()
         dist.destroy_process_group(group)
-        return took
 
-    assert job(body)[0] < 3
+    job(body)
 
 
 def test_ctrl_c_interrupts_a_blocked_call(job: Callable[..., list]) -> None:
-    def body() -> float:
+    def body() -> None:
         group = dist.new_group()
-        took = 0.0
         signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
         if dist.get_rank() == 0:
             for wait in (lambda: dist.recv(torch.ones(1), 1, group=group), lambda: dist.barrier(group)):
                 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-                began = time.monotonic()
                 with pytest.raises(KeyboardInterrupt):
                     wait()
-                took = max(took, time.monotonic() - began)
             with pytest.raises(dist.AllranksError, match="any more: barrier was abandoned before it completed"):
                 dist.barrier(group)
         dist.barrier()
         dist.destroy_process_group(group)
-        return took
 
-    assert job(body)[0] < 1
+    job(body)
 
 
 def test_debug_mode_compares_calls() -> None:

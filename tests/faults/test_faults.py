@@ -3,7 +3,6 @@
 import os
 import resource
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -64,28 +63,6 @@ def test_a_killed_rank_is_named_by_every_survivor(asynchronous: bool, count: int
         assert "died" in text
 
 
-def test_median_detection_time_of_ten_kills_is_below_one_second(tmp_path: Path) -> None:
-    """Kill a rank ten times while the other ranks wait."""
-    killed = tmp_path / "killed"
-
-    def body() -> float:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            time.sleep(0.05)
-            killed.write_text(repr(time.monotonic()))
-            os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(dist.PeerLostError, match="rank 0"):
-            dist.barrier()
-        return time.monotonic()
-
-    noticed_s = []
-    for _ in range(10):
-        ends = run_ranks(3, body, may_die={0})
-        noticed_s += [end - float(killed.read_text()) for end in ends if end is not None]
-    assert len(noticed_s) == 20
-    assert statistics.median(noticed_s) < 1.0  # a busy machine delays some of the reports
-
-
 def test_rank_that_left_the_group_is_named_in_the_error() -> None:
     def body() -> str:
         if dist.get_rank() == 1:
@@ -99,24 +76,26 @@ def test_rank_that_left_the_group_is_named_in_the_error() -> None:
 
 
 @pytest.mark.parametrize("made", [False, True], ids=["world", "group"])
-def test_a_child_that_holds_the_sockets_does_not_hide_a_death(made: bool) -> None:
+def test_a_child_that_holds_the_sockets_does_not_hide_a_death(made: bool, tmp_path: Path) -> None:
     """Kill a rank whose forked child and grandchild outlive it, as the workers of a data loader do."""
 
-    def body() -> float:
+    def body() -> None:
         group = dist.new_group() if made else None
         dist.barrier(group)
         if dist.get_rank() == 1:
-            if os.fork() == 0:
+            if (child := os.fork()) == 0:
+                os.setpgid(0, 0)
                 os.fork()
-                time.sleep(8)
+                time.sleep(60)
                 os._exit(0)
+            os.setpgid(child, child)  # whichever of the two is first
+            (tmp_path / "child").write_text(str(child))
             os.kill(os.getpid(), signal.SIGKILL)
-        began = time.monotonic()
         with pytest.raises(dist.PeerLostError, match="rank 1"):
             dist.barrier(group)
-        return time.monotonic() - began
+        os.killpg(int((tmp_path / "child").read_text()), signal.SIGKILL)  # an error if they have exited
 
-    assert run_ranks(2, body, may_die={1})[0] < 1
+    run_ranks(2, body, may_die={1})
 
 
 def test_died_rank_is_reported_although_a_later_rank_has_left() -> None:
@@ -370,7 +349,7 @@ def test_destroy_in_a_signal_handler_ends_the_blocked_call(tmp_path: Path) -> No
 def test_recv_times_out_while_another_rank_sends_messages() -> None:
     """Let rank 0 wait for rank 1, which never sends, while messages from rank 2 wake rank 0 continuously."""
 
-    def body() -> float:
+    def body() -> None:
         me = dist.get_rank()
         dist.destroy_process_group()
         dist.init_process_group(timeout=0.5)
@@ -383,16 +362,13 @@ def test_recv_times_out_while_another_rank_sends_messages() -> None:
                     dist.send(torch.ones(1), 0, tag=1)
                     time.sleep(0.005)
 
-            with pytest.raises(dist.AllranksError):
+            with pytest.raises(dist.AllranksError):  # rank 0 has left
                 talk()
         else:
-            began = time.monotonic()
             with pytest.raises(dist.TimeoutError, match="rank 1"):
                 dist.recv(torch.ones(1), 1)
-            return time.monotonic() - began
-        return 0.0
 
-    assert run_ranks(3, body)[0] < 0.9
+    run_ranks(3, body)
 
 
 def test_send_and_recv_raise_if_the_peer_has_left() -> None:

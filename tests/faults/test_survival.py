@@ -19,7 +19,6 @@ import torch
 import allranks as dist
 from allranks.testing import run_ranks
 from support.pending import expected, last_rank_ends
-from support.prompt import PROMPT_S
 
 
 def _die() -> None:
@@ -120,10 +119,8 @@ def test_abort_ends_pending_calls_of_all_ranks() -> None:
         work = dist.irecv(torch.empty(4), 2, tag=9) if rank == 1 else None
         if rank == 2:
             time.sleep(0.3)
-            began = time.monotonic()
             world.abort()
         else:
-            began = time.monotonic()
             with pytest.raises(dist.AbortedError, match=r"rank 2 .* has called abort") as caught:
                 world.all_reduce(torch.ones(1 << 20))
             assert caught.value.rank == 2
@@ -132,13 +129,10 @@ def test_abort_ends_pending_calls_of_all_ranks() -> None:
                 work.wait()
         with pytest.raises(dist.AbortedError):
             world.barrier()
-        took = time.monotonic() - began
         group = world.shrink()
-        return took, group.size(), _total(group)
+        return group.size(), _total(group)
 
-    for took, size, total in run_ranks(3, main):
-        assert took < PROMPT_S
-        assert (size, total) == (3, 111.0)
+    assert run_ranks(3, main) == [(3, 111.0)] * 3
 
 
 @pytest.mark.parametrize(("how", "left"), [("abort", 3), ("death", 2)])

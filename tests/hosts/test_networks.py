@@ -56,22 +56,17 @@ def env(rank: int, size: int, **more: str) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": str(size), **more}
 
 
-def test_tcp_with_three_shells(three_hosts: Cluster, tmp_path: Path) -> None:
-    ranks = [
-        (host, {"R": str(rank), "FIRST": three_hosts.hosts[0].address}) for rank, host in enumerate(three_hosts.hosts)
-    ]
-    arguments = "init_method=f'tcp://{E[\"FIRST\"]}:29511', rank=int(E['R']), world_size=3, timeout=40"
-    program = "from os import environ as E\n" + SUM.format(arguments=arguments)
-    assert run(tmp_path, ranks, program) == sums(3)
-
-
-def test_a_shared_file_with_three_shells(three_hosts: Cluster, tmp_path: Path) -> None:
+def test_an_address_a_shared_file_and_variables_with_three_shells(three_hosts: Cluster, tmp_path: Path) -> None:
+    """Join in three ways in the same processes. The last way is that of gloo, which has to find the interface."""
     shared = tmp_path / "meeting"
-    ranks = [(host, {"R": str(rank)}) for rank, host in enumerate(three_hosts.hosts)]
-    arguments = f"init_method='file://{shared}', rank=int(E['R']), world_size=3, timeout=40"
-    program = "from os import environ as E\n" + SUM.format(arguments=arguments)
+    shell = {"FIRST": three_hosts.hosts[0].address, "MASTER_ADDR": "node0", "MASTER_PORT": "29513"}
+    ranks = [(host, {"R": str(rank), **shell}) for rank, host in enumerate(three_hosts.hosts)]
+    program = "from os import environ as E\n"
+    for method in ("f'tcp://{E[\"FIRST\"]}:29511'", f"'file://{shared}'"):
+        program += SUM.format(arguments=f"init_method={method}, rank=int(E['R']), world_size=3, timeout=40")
+    program += "E.update(RANK=E['R'], WORLD_SIZE='3')\n" + SUM.format(arguments="'gloo', timeout=40")
     shared.touch()  # tempfile creates the file, and its owner expects to find it afterwards
-    assert run(tmp_path, ranks, program) == sums(3)
+    assert run(tmp_path, ranks, program) == ["\n".join([line] * 3) for line in sums(3)]
     assert [path.name for path in tmp_path.iterdir() if "meeting" in path.name] == ["meeting"]
     assert shared.read_bytes() == b""
 
@@ -85,13 +80,6 @@ def test_two_nodes_with_two_ranks_each_as_torchrun_names_them(three_hosts: Clust
         for rank in range(4)
     ]
     assert run(tmp_path, ranks, SUM.format(arguments="timeout=40")) == sums(4, [0, 1, 0, 1])
-
-
-def test_gloo_finds_the_interface(three_hosts: Cluster, tmp_path: Path) -> None:
-    ranks = [
-        (host, env(rank, 3, MASTER_ADDR="node0", MASTER_PORT="29513")) for rank, host in enumerate(three_hosts.hosts)
-    ]
-    assert run(tmp_path, ranks, SUM.format(arguments="'gloo', timeout=40")) == sums(3)
 
 
 def test_unreachable_addresses_are_skipped(tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ def told(process: subprocess.Popen[bytes], start: str) -> str:
 @pytest.mark.parametrize("how", TELLS)
 def test_programs_that_hang(job: Jobs, how: str) -> None:
     script = job.write(PROGRAM)
-    process = job.start(0, "-n", "3", "-H", "node0:2,node1", "--notice-after", "1", script, how, torch=True)
+    words = ["-n", "3", "-H", "node0:2,node1", "--notice-after", "1", "--grace", "0.5"]
+    process = job.start(0, *words, script, how, torch=True)
     try:
         assert told(process, TELLS[how][:32]) == TELLS[how]
         if how == "sleep":

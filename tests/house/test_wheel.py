@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from importlib.metadata import distribution
@@ -77,6 +78,13 @@ def test_wheel(wheel: Path, tmp_path: Path) -> None:
     (data,) = {name.partition("/")[0] for name in names if name.partition("/")[0].endswith(".data")}
     pages = {f"{data}/data/share/man/man1/{page.name}" for page in (ROOT / "docs/man").iterdir()}
     assert {name for name in names if name.startswith(data)} == pages
+    texts = (path for folder in (ROOT / "third_party").iterdir() for path in (folder / "COPYING", folder / "LICENSE"))
+    licenses = ["LICENSE", *(str(path.relative_to(ROOT)) for path in texts if path.exists())]
+    assert len(licenses) == 1 + len(list((ROOT / "third_party").iterdir()))
+    (about,) = {name.partition("/")[0] for name in names if name.partition("/")[0].endswith(".dist-info")}
+    assert {name for name in names if name.startswith(f"{about}/licenses/")} == {
+        f"{about}/licenses/{name}" for name in licenses
+    }
     needed = subprocess.run(
         ["readelf", "-d", str(tmp_path / "installed/allranks/_core.abi3.so")],
         capture_output=True,
@@ -99,6 +107,19 @@ assert 'torch' not in sys.modules
     subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path / "installed")}, cwd=tmp_path, check=True
     )
+
+
+def test_sdist_contains_the_files_of_the_repository_that_a_build_needs(tmp_path: Path) -> None:
+    code = f"from scikit_build_core.build import build_sdist; build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+    (built,) = tmp_path.iterdir()
+    with tarfile.open(built) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    git = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    present = set(subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines())
+    assert names - {"PKG-INFO"} <= present
+    parts = ("LICENSE", "CMakeLists.txt", "core/", "src/", "third_party/", "docs/", "tests/", ".ci/try_wheel.py")
+    assert {name for name in present if name.startswith(parts)} <= names
 
 
 @pytest.fixture(scope="module")

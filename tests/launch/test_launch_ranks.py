@@ -373,17 +373,24 @@ def test_main_thread_of_forked_rank_has_its_own_native_id(launcher: Launcher) ->
 
 
 @pytest.mark.parametrize(
-    ("line", "loaded"),
+    ("lines", "loaded"),
     [
-        ("import allranks", ["allranks._engines.native.engine"]),
-        ("from torch import optim", ["torch._dynamo"]),
-        ("from torch.distributed import fsdp, nothing_of_that_name", []),
-        ("from torch.utils.benchmark import Timer", ["torch.utils.benchmark"]),
-        ("import torch.nothing_of_that_name", []),
-        ("import torch.testing._internal.common_utils", []),
+        (["import allranks"], ["allranks._engines.native.engine"]),
+        (
+            ["from torch import optim", "from torch.utils.benchmark import Timer"],
+            ["torch._dynamo", "torch.utils.benchmark"],
+        ),
+        (
+            [
+                "from torch.distributed import fsdp, nothing_of_that_name",
+                "import torch.nothing_of_that_name",
+                "import torch.testing._internal.common_utils",
+            ],
+            [],
+        ),
     ],
 )
-def test_modules_named_in_a_script_are_preloaded(launcher: Launcher, line: str, loaded: list[str]) -> None:
+def test_modules_named_in_a_script_are_preloaded(launcher: Launcher, lines: list[str], loaded: list[str]) -> None:
     script = f"""
         import os, sys
         names = ["allranks._engines.native.engine", "torch._dynamo", "torch.utils.benchmark"]
@@ -391,7 +398,7 @@ def test_modules_named_in_a_script_are_preloaded(launcher: Launcher, line: str, 
         print([name for name in names if name in sys.modules])
         sys.stdout.flush()
         os._exit(0)
-        {line}
+        {"; ".join(lines)}
         """
     done = launcher.script(script, "-n", "2", real_torch=True)
     assert done.lines == [f"[{rank}] {loaded}" for rank in range(2)], done.err

@@ -199,7 +199,7 @@ TELLS = {
 @pytest.mark.parametrize("how", TELLS)
 def test_programs_that_hang(launcher: Launcher, how: str) -> None:
     launcher.write(PROGRAM, "hung.py")
-    process = launcher.start("-n", "3", "--notice-after", "1", "hung.py", how, real_torch=True)
+    process = launcher.start("-n", "3", "--notice-after", "1", "--grace", "0.5", "hung.py", how, real_torch=True)
     line = first_line(process)
     os.kill(process.pid, signal.SIGINT)
     rest = process.communicate(timeout=30)[1].decode()

@@ -175,10 +175,8 @@ def test_ranks_that_request_different_members_raise_mismatch_error(tmp_path: Pat
     def body(group: Any) -> None:
         first = handles(tmp_path, "first")
         reconfigure(1, first)
-        began = time.monotonic()
         with pytest.raises(dist.MismatchError, match=r"was called with uuid 2 and"):
             td._reconfigure(2, first[:2] if me() == 0 else first, timeout=timedelta(seconds=20))
-        assert time.monotonic() - began < 10
         assert place() == (me(), 3, 7)
 
     in_world(tmp_path, body)

@@ -40,11 +40,11 @@ def training(kind: str) -> Callable[[], None]:
 
 
 def failing(
-    kinds: Sequence[str], fail: Callable[[], None], timeout_s: float = TIMEOUT_S
+    kinds: Sequence[str], fail: Callable[[], None], timeout_s: float = 30.0, late_s: float = 0.0
 ) -> Callable[[], list[tuple[str, str]]]:
     """Return the function of a rank: for each kind, in a new world, training steps in which rank 1 fails.
 
-    The function returns the type and text of each error.
+    Rank 1 may be late by ``late_s``. The function returns the type and text of each error.
     """
 
     def once(kind: str) -> tuple[str, str]:
@@ -65,11 +65,10 @@ def failing(
         for kind in kinds:
             dist.init_process_group(timeout=timeout_s)
             dist.torch_group()
-            began = time.monotonic()
+            until = time.monotonic() + late_s
             errors.append(once(kind))
             dist.destroy_process_group()
-            if len(kinds) > 1:  # the ranks join the next world when the late rank has arrived
-                time.sleep(max(0.0, began + 2.5 * TIMEOUT_S - time.monotonic()))
+            time.sleep(max(0.0, until - time.monotonic()))  # joining the next world has the same timeout
         return errors
 
     return body
@@ -77,7 +76,7 @@ def failing(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_rank_raises_peer_lost_error_on_the_other_ranks(kind: str) -> None:
-    body = failing([kind], lambda: os.kill(os.getpid(), signal.SIGKILL), timeout_s=30.0)
+    body = failing([kind], lambda: os.kill(os.getpid(), signal.SIGKILL))
     results = run_ranks(3, body, init=False, may_die={1})
     for rank in (0, 2):
         error, text = results[rank][0]
@@ -95,7 +94,8 @@ def test_different_call_raises_mismatch_error_on_every_rank() -> None:
 
 
 def test_late_rank_raises_timeout_error_on_every_rank() -> None:
-    results = run_ranks(2, failing(KINDS, lambda: time.sleep(2 * TIMEOUT_S)), init=False)
+    late = failing(KINDS, lambda: time.sleep(2 * TIMEOUT_S), TIMEOUT_S, late_s=2.5 * TIMEOUT_S)
+    results = run_ranks(2, late, init=False)
     for rank, errors in enumerate(results):
         for error, text in errors:
             assert error == "TimeoutError", text

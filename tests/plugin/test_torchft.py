@@ -1,7 +1,7 @@
 """torchft's Manager on a group of allranks: a killed replica rejoins, and all replicas have the same weights.
 
-The test also runs on torchft's own group on gloo. torchft is in a separate environment (`make torchft`). Without it the
-tests are skipped. If ALLRANKS_TEST_ALL=1, as in CI, they fail instead.
+torchft is in a separate environment (`make torchft`). Without it the test is skipped. If ALLRANKS_TEST_ALL=1, as in CI,
+it fails instead.
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ def lighthouse() -> Iterator[str]:
         running.kill()
 
 
-@pytest.mark.parametrize("options", [(), ("--gloo",)], ids=["ours", "gloo"])
-def test_killed_replica_rejoins_with_the_same_weights(options: tuple[str, ...]) -> None:
+def test_killed_replica_rejoins_with_the_same_weights() -> None:
     if not BIN.exists():
         missing = f"there is no {BIN.relative_to(ROOT)} with torchft: make torchft"
         pytest.fail(missing) if os.environ.get("ALLRANKS_TEST_ALL") == "1" else pytest.skip(missing)
@@ -88,7 +87,7 @@ def test_killed_replica_rejoins_with_the_same_weights(options: tuple[str, ...]) 
     with lighthouse() as address:
 
         def start(replica: int, *further: object) -> Program:
-            words = (BIN / "python", EXAMPLE, "--replica", replica, "--steps", STEPS, *options, *further)
+            words = (BIN / "python", EXAMPLE, "--replica", replica, "--steps", STEPS, *further)
             programs.append(Program(*words, TORCHFT_LIGHTHOUSE=address))
             return programs[-1]
 

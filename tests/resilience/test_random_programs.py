@@ -17,11 +17,11 @@ import pytest
 
 from support.benchmark_modules import benchmark
 
-PROGRAMS = 40  # 1.3 s to 3 s of CPU time each; benchmarks/random_programs.py runs thousands
+PROGRAMS = 24  # 1.3 s to 3 s of CPU time each; benchmarks/random_programs.py runs thousands
 FOUND = (1049, 1545, 2015, 3284, 3994, 4031, 4068, 4212, 4282, 4392, 20189, 20320, 20398)  # seeds that once failed
 FOUND_TWICE = (30089,)  # seeds that once failed with two kills
 AT_ONCE = 1
-MOST_REFUSED = 0.1  # more refusals than this mean that State refuses ordinary programs
+MOST_REFUSED = 0.15  # 8.5 % of 5,000 programs are refused; more means that State refuses ordinary programs
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 __all__ = ["COMMAND_S", "PROMPT_S"]
 
-PROMPT_S = 5.0
+PROMPT_S = 8.0
 """Shorter than the timeouts of allranks: 15 s until a host is considered lost, 10 s of ``--grace``, group timeouts."""
 
 COMMAND_S = 20.0

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -91,10 +90,8 @@ def test_foreign_clients_do_not_end_the_server(server: Server) -> None:
     for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000):
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.sendall(data)
-    began = time.monotonic()
     answers, _ = ask([peer(0, server.port)], Collect(0, 1.0), TOKEN, 10.0)
     assert 0 in answers
-    assert time.monotonic() - began < 10
 
 
 def test_unreachable_host_is_reported(server: Server) -> None:

@@ -105,7 +105,7 @@ def test_late_rank_is_named_with_its_line(tmp_path: Path, launcher: list[str], w
     text = run(tmp_path, launcher, "sleep", "calls and stacks", **watch)
     reduces, sleeps = LINES["reduces"], LINES["sleeps"]
     assert re.search(
-        rf"allranks watch: rank 0 has waited \d s in all_reduce #2 \(hung.py:{reduces} in <module>\) for rank 1, which"
+        rf"allranks watch: rank 0 has waited \d+ s in all_reduce #2 \(hung.py:{reduces} in <module>\) for rank 1, which"
         rf" is at hung.py:{sleeps} in <module>; its process is sleeping, in a timer\n",
         text,
     )
@@ -115,7 +115,7 @@ def test_late_rank_is_named_with_its_line(tmp_path: Path, launcher: list[str], w
 
 
 def test_stopped_rank_is_named(tmp_path: Path) -> None:
-    text = run(tmp_path, TORCHRUN, "stop", "calls and stacks", ALLRANKS_WATCH="1")
+    text = run(tmp_path, ALLRANKS, "stop", "calls and stacks")
     assert "for rank 1, whose process is stopped\n" in text
 
 
@@ -126,13 +126,13 @@ def test_default_group_that_is_created_again_is_watched(tmp_path: Path) -> None:
 
 
 def test_ranks_out_of_step_are_named_with_both_lines(tmp_path: Path) -> None:
-    text = run(tmp_path, TORCHRUN, "barrier", "calls and stacks", ALLRANKS_WATCH="1")
+    text = run(tmp_path, ALLRANKS, "barrier", "calls and stacks")
     assert f"rank 0 is in all_reduce #2 (hung.py:{LINES['reduces']} in <module>) of 4 float32; rank 1" in text
     assert f"is in barrier #2 (hung.py:{LINES['odd']} in <module>)" in text
 
 
 def test_message_without_a_sender_is_named(tmp_path: Path) -> None:
-    text = run(tmp_path, TORCHRUN, "recv", "calls and stacks", ALLRANKS_WATCH="1")
+    text = run(tmp_path, ALLRANKS, "recv", "calls and stacks")
     assert "rank 0 has waited" in text
     assert (
         f"in recv from rank 1 (hung.py:{LINES['waits']} in <module>) for rank 1, which is at hung.py:{LINES['late']}"
@@ -141,7 +141,7 @@ def test_message_without_a_sender_is_named(tmp_path: Path) -> None:
 
 
 def test_slow_rank_is_no_hang(tmp_path: Path) -> None:
-    text = run(tmp_path, TORCHRUN, "slow", "never", ALLRANKS_WATCH="1")
+    text = run(tmp_path, ALLRANKS, "slow", "never")
     assert "waited" not in text
     assert "Error" not in text
 
