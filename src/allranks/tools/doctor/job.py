@@ -104,7 +104,8 @@ def leftovers() -> Finding:
     if files:
         size = sum(file.stat().st_size for file in files if file.exists())
         findings.append(f"{len(files)} files in /dev/shm that no process uses, {size / (1 << 20):.0f} MiB")
-        advice.append(f"Run `rm {' '.join(str(file) for file in files[:5])}{' ...' if len(files) > 5 else ''}`.")
+        some = " ".join(map(str, files[:5])) + (" ..." if len(files) > 5 else "")
+        advice.append(f"If none of your jobs needs them, run `rm {some}`.")
     return warn("; ".join(findings), " ".join(advice))
 
 
