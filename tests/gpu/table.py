@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import checks
-import jobs
+import whole_jobs
 
 from allranks.testing import run_ranks
 
@@ -82,14 +82,14 @@ class Table:
 def rows(kind: str, gpus: int) -> list[Row]:
     """Return the rows with one rank per GPU on nccl. The longest ones come first."""
     table = Table(kind)
-    table.job(jobs.recovery, 3, "native")
-    table.job(jobs.hang, 2, "allranks", "late")
-    table.job(jobs.hang, 2, "cpu:gloo,cuda:nccl", "busy")
-    table.job(jobs.workers, 2, "native")
+    table.job(whole_jobs.recovery, 3, "native")
+    table.job(whole_jobs.hang, 2, "allranks", "late")
+    table.job(whole_jobs.hang, 2, "cpu:gloo,cuda:nccl", "busy")
+    table.job(whole_jobs.workers, 2, "native")
     if gpus > 1:
-        table.job(jobs.hang, 2, "nccl", "late", env={})
+        table.job(whole_jobs.hang, 2, "nccl", "late", env={})
     if gpus > 2:
-        table.job(jobs.recovery, 3, "default", env={})
+        table.job(whole_jobs.recovery, 3, "default", env={})
     on_nccl = (*checks.ON_NCCL, *checks.ON_STREAMS)
     native = (*checks.CHECKS, *checks.ON_STREAMS)
     table.on_ranks(on_nccl, "nccl", gpus)
@@ -111,13 +111,13 @@ def rows(kind: str, gpus: int) -> list[Row]:
 def several_per_gpu(kind: str) -> list[Row]:
     """Return the rows with several ranks of nccl on one GPU."""
     table = Table(kind)
-    table.job(jobs.hang, 2, "nccl", "late", env=SEVERAL_PER_GPU)
+    table.job(whole_jobs.hang, 2, "nccl", "late", env=SEVERAL_PER_GPU)
     for ranks in (2, 4):
         table.on_ranks((*checks.ON_NCCL, *checks.ON_STREAMS), "nccl", ranks, SEVERAL_PER_GPU)
         table.on_ranks([checks.plugin_beside_nccl], "native", ranks, SEVERAL_PER_GPU)
     table.on_ranks([checks.cpu_beside_it], None, 2, SEVERAL_PER_GPU)
     table.on_ranks([checks.a_loss], "nccl", 3, SEVERAL_PER_GPU, loses=True)
-    table.job(jobs.recovery, 3, "default", env=SEVERAL_PER_GPU)
+    table.job(whole_jobs.recovery, 3, "default", env=SEVERAL_PER_GPU)
     return table.rows
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import jobs
 import pytest
 import torch
+import whole_jobs
 
 gpu = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs an NVIDIA GPU, and a torch that was built for it")
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=gpu)])
 def test_workers_compute_the_same_values_as_the_master(kind: str) -> None:
-    jobs.workers(kind, {}, 250.0, "native")
+    whole_jobs.workers(kind, {}, 250.0, "native")
