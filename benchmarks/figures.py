@@ -527,8 +527,8 @@ def threads_lines(found):
     yield ""
     yield "*/ gloo* is the ratio to gloo through torch.distributed, */ MPI* the ratio to MPI with its better setting."
     yield "Each ratio is one of medians of the same processes. If the number of threads is not set,"
-    yield "`init_process_group` lowers it to the first row of each number of ranks. With 8 x 2 a round takes half a"
-    yield "second, and a block has three of them."
+    yield "`init_process_group` lowers it to the first row of each number of ranks. With 8 x 2 a round takes a"
+    yield "third of a second or more, and a block has three of them."
 
 
 def step_line(step):
@@ -625,12 +625,19 @@ def resilience_table():
     yield from kill_lines(load("digits_kills"))
     yield ""
     yield measured(*FAULTS.values(), "digits_kills")
+    yield ""
+    yield "### A long run"
+    yield ""
+    yield from long_run_lines(load("long_run"))
+    yield ""
+    yield measured("long_run")
 
 
 FAULTS = {"one host": "faults", "three hosts and a spare one": "faults_hosts"}
 FAULT_NAMES = {
     "nobody had the state: started again": "no rank had the state: job restarted",
     "of the joiner": "kill of the joining process",
+    "all at once": "all simultaneously",
     "stop and go on": "rank stopped and continued",
     "two at once": "two simultaneously",
 }
@@ -664,6 +671,32 @@ def fault_lines(found):
             took = report["recovery_s"].get(kind)
             cells += [str(report["kinds"].get(kind, "")), f"{took['median']:.2f}, {took['max']:.1f}" if took else ""]
         yield f"| {FAULT_NAMES.get(kind, kind)} | " + " | ".join(cells) + " |"
+
+
+def long_run_lines(found):
+    """One training of hours under random faults, and the growth of its processes."""
+    yield f"One training of {found['seconds'] / 60:.0f} minutes and {found['steps']:,} steps on three hosts and a spare"
+    yield "one (`benchmarks/long_run.py`), with a random fault every 10 to 60 s. The result of the comparison of"
+    yield f"{found['steps_of_processes']:,} steps of its processes with an undisturbed run: {found['result']}."
+    yield f"Killed ranks: {found['rank_kills']}. Restarts from a checkpoint: {found['restarts_from_checkpoint']}."
+    yield ""
+    yield "| fault | hits | recovery in s: median, longest |"
+    yield "|---|---|---|"
+    for kind, hits in found["faults"].items():
+        took = found["recovery_s"].get(kind)
+        seconds = f"{took['median']:.2f}, {took['max']:.1f}" if took else "-"
+        yield f"| {FAULT_NAMES.get(kind, kind)} | {hits} | {seconds} |"
+    yield ""
+    yield "Medians of the first and of the last quarter of the run, for each process:"
+    yield ""
+    yield "| process | memory, MiB | descriptors | threads |"
+    yield "|---|---|---|---|"
+    for role, usage in found["usage"].items():
+        cells = [
+            f"{usage[name]['first_quarter']['median']:g}, {usage[name]['last_quarter']['median']:g}"
+            for name in ("memory_mib", "descriptors", "threads")
+        ]
+        yield f"| {role} | " + " | ".join(cells) + " |"
 
 
 def kill_lines(found):

@@ -9,9 +9,8 @@ is killed during the recovery of another one; a rank or the launcher is stopped 
 disconnected, for a short time or until it is lost; the disk of the checkpoints is full for some seconds.
 
 Every step of every process is compared with an undisturbed run (``faults.check``). Meanwhile, the memory, descriptors
-and threads of the launcher, the agents and the ranks, and the files in shared memory, are sampled. The results compare
-the first quarter of the run with the last one. The exit code is 1 if a number is wrong, a process remains, or
-something has grown.
+and threads of the launcher, the agents and the ranks are sampled. The results compare the first quarter of the run with
+the last one. The exit code is 1 if a number is wrong, a process remains, or something has grown.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ def hit(job: LongJob, pick: random.Random) -> None:
 
 
 class Samples:
-    """Memory (MiB), descriptors and threads of each process of a job at intervals, and the files in shared memory.
+    """Memory (MiB), descriptors and threads of each process of a job at intervals.
 
     Args:
         job: the job.
@@ -156,8 +155,6 @@ class Samples:
                     except OSError:
                         continue  # has exited
                     self.all.append({"at": time.monotonic() - began, "role": role, **found})
-            shared = [entry.stat().st_size for entry in os.scandir("/dev/shm") if entry.name.startswith("allranks")]
-            self.all.append({"at": time.monotonic() - began, "role": "shared memory", "files": len(shared)})
 
     def end(self) -> None:
         self._over.set()
