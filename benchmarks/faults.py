@@ -274,7 +274,7 @@ class Job:
         """Kill the agent of a rank, and thereby its host."""
         pid = self.away().get(rank)
         if pid is not None:
-            parent = _parent(pid)
+            parent = parent_of(pid)
             if "allranks.launch" in _command(parent) and _signal(parent, signal.SIGKILL):
                 self._count("host lost", [parent, pid], [rank])
 
@@ -350,7 +350,7 @@ def _network(pid: int) -> str:
         return ""
 
 
-def _parent(pid: int) -> int:
+def parent_of(pid: int) -> int:
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
@@ -398,16 +398,8 @@ def disturb(job: Job, seed: int, planned: Sequence[str]) -> None:
         time.sleep(pick.random() * 0.4)
         one, other = pick.sample(places, 2)
         moment = pick.random()
-        if kind == "kill":
-            job.kill([one], kind)
-        elif kind == "two at once":
-            job.kill([one, other], kind)
-        elif kind == "all at once":
-            job.kill(places, kind)
-        elif kind == "during recovery":
-            job.kill([one], "kill")
-            time.sleep(moment * 0.4)
-            job.kill([other], kind)
+        if kill_ranks(job, kind, one, other, moment):
+            pass
         elif kind == "of the joiner":
             before = job.newest().get(one)
             if job.kill([one], "kill"):
@@ -430,6 +422,34 @@ def disturb(job: Job, seed: int, planned: Sequence[str]) -> None:
         if job.faults and waits:
             since = job.faults[-1].over
             _await(lambda at=since: job.all_train(at), job, RECOVERY_S)
+
+
+def kill_ranks(job: Job, kind: str, one: str, other: str, moment: float) -> bool:
+    """Apply a fault that only kills ranks.
+
+    Args:
+        job: the job.
+        kind: kind of the fault.
+        one: a rank.
+        other: another rank.
+        moment: when the other rank is killed during the recovery, from 0 to 1.
+
+    Returns:
+        Whether it is a fault of this kind.
+    """
+    if kind == "kill":
+        job.kill([one], kind)
+    elif kind == "two at once":
+        job.kill([one, other], kind)
+    elif kind == "all at once":
+        job.kill([str(rank) for rank in range(job.kind.ranks)], kind)
+    elif kind == "during recovery":
+        job.kill([one], "kill")
+        time.sleep(moment * 0.4)
+        job.kill([other], kind)
+    else:
+        return False
+    return True
 
 
 def _await(condition: Any, job: Job, patience_s: float) -> None:

@@ -33,7 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from faults import Job, Kind, Outcome, check, four_hosts, undisturbed
+from faults import Job, Kind, Outcome, check, four_hosts, kill_ranks, parent_of, undisturbed
 
 if TYPE_CHECKING:
     from support.sshd import Ssh
@@ -94,33 +94,18 @@ class LongJob(Job):
     def members(self) -> dict[str, list[int]]:
         """Return the processes of the job, by role."""
         ranks = list(self.alive().values())
-        parents = {_parent(rank) for rank in ranks} - {0}
+        parents = {parent_of(rank) for rank in ranks} - {0}
         return {"launcher": [self.process.pid], "agent": sorted(parents - {self.process.pid}), "rank": ranks}
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
 
 
 def hit(job: LongJob, pick: random.Random) -> None:
     """Apply one random fault."""
     (kind,) = pick.choices([*FAULTS], weights=[*FAULTS.values()])
-    one, other, *_ = places = pick.sample([str(rank) for rank in range(job.kind.ranks)], job.kind.ranks)
+    one, other = pick.sample([str(rank) for rank in range(job.kind.ranks)], 2)
     moment = pick.random()
-    if kind == "kill":
-        job.kill([one], kind)
-    elif kind == "two at once":
-        job.kill([one, other], kind)
-    elif kind == "all at once":
-        job.kill(places, kind)
-    elif kind == "during recovery":
-        job.kill([one], "kill")
-        time.sleep(moment * 0.4)
-        job.kill([other], kind)
-    elif kind == "stop and go on":
+    if kill_ranks(job, kind, one, other, moment):
+        return
+    if kind == "stop and go on":
         job.stop(one, moment * 5)
     elif kind == "launcher stopped":
         job.stop_launcher(moment * 10)
